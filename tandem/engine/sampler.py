@@ -1,6 +1,7 @@
 """From logits to tokens: keyed, so that the same request gives the same tokens on every worker.
 
-Each row is sampled by itself, in float64, from (seed, choice, position): neither the batch nor the worker shows.
+Each row is sampled by itself, in float64, from (seed, choice, position): neither the batch nor the worker shows. Rows
+of a GPU that are not greedy are copied to the host for it.
 Order: penalties over what was seen, bias, grammar, minimum length (which gives way where the grammar can only end),
 allowed tokens, bad words; temperature; `min_p`, `top_k`, `top_p`; inverse CDF over the tokens that are left, by id.
 Log-probabilities are of the model's own distribution, before all of that.
@@ -15,18 +16,15 @@ import torch
 
 from tandem.core.errors import InternalError, InvalidRequestError, TandemError
 from tandem.core.sampling import SampledToken, SampleRow, SamplingParams, TokenMask, uniform
+from tandem.engine.cpu.draw_kernel import Draw, compile_kernel, draw_rows
 from tandem.engine.token_bounds import TokenBounds
-
-#: `top_p` first looks for its nucleus among this many likeliest tokens: a full sort of a large vocabulary is slow.
-_NUCLEUS_GUESS = 1024
-
 
 #: float32 `[rows, vocab]`, on any device.
 Logits = torch.Tensor
 
 
 class Sampler:
-    """Samples what a batch asks for.
+    """Samples what a batch asks for; compiled when it is made.
 
     Args:
         eos_token_ids: the model's ends of text.
@@ -34,10 +32,9 @@ class Sampler:
 
     def __init__(self, eos_token_ids: Sequence[int]) -> None:
         self._eos_token_ids = eos_token_ids
+        compile_kernel()
 
-    def __call__(
-        self, logits: Logits, rows: Sequence[Sequence[SampleRow]]
-    ) -> list[list[SampledToken | TandemError]]:
+    def __call__(self, logits: Logits, rows: Sequence[Sequence[SampleRow]]) -> list[list[SampledToken | TandemError]]:
         """For each row of `logits` one token for each of its `rows`: several choices may follow one prompt."""
         counts = [len(of_one) for of_one in rows]
         flat = [row for of_one in rows for row in of_one]
@@ -69,19 +66,37 @@ def sample_rows(
         index: InternalError("the model gave NaN logits") for index, bad in enumerate(is_nan) if bad
     }
     masks = _masks(rows, failed)
-    drawn = [i for i, row in enumerate(rows) if i not in failed and not _stays(row, chosen[i], masks.get(i))]
-    # Of a GPU one copy, and so one wait for it.
-    values = list(logits[drawn].cpu()) if logits.device.type != "cpu" and drawn else [logits[i] for i in drawn]
-    for index, row_values in zip(drawn, values, strict=True):
+    taken = [i for i, row in enumerate(rows) if i not in failed and not _stays(row, chosen[i], masks.get(i))]
+    draws: dict[int, Draw] = {}
+    for index, values in zip(taken, _on_host(logits, taken), strict=True):
+        row = rows[index]
         try:
-            chosen[index] = _sample_row(row_values, rows[index], masks.get(index), eos_token_ids)
+            values, chosen[index] = _obey(values, chosen[index], row, masks.get(index), eos_token_ids)
+            # Where the greatest is infinite there is no distribution to draw from.
+            if not row.params.is_greedy and np.isfinite(values[chosen[index]]):
+                number = uniform(row.params.seed, row.choice, row.position)
+                draws[index] = Draw(values, float(values[chosen[index]]), row.params, number)
         except TandemError as error:
             failed[index] = error
         except Exception as error:  # noqa: BLE001 - the row's own; it goes to whoever asked for it
             failed[index] = InternalError(f"no token could be sampled: {type(error).__name__}: {error}")
             failed[index].__cause__ = error
+    if draws:
+        drawn = draw_rows(list(draws.values()), torch.get_num_threads())
+        for index, token_id in zip(draws, drawn, strict=True):
+            chosen[index] = token_id
     tokens = _with_logprobs(logits, rows, chosen)
     return [failed.get(index, token) for index, token in enumerate(tokens)]
+
+
+def _on_host(logits: torch.Tensor, indices: list[int]) -> list[np.ndarray]:
+    """These rows of it; of a GPU one copy, and so one wait for it."""
+    if not indices:
+        return []
+    if logits.device.type != "cpu":
+        return list(logits[indices].cpu().numpy())
+    values = logits.contiguous().numpy()
+    return [values[index] for index in indices]
 
 
 def _greatest(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
@@ -128,22 +143,22 @@ def _changes_logits(row: SampleRow) -> bool:
     return params.has_penalties or is_bound or row.position < params.min_tokens
 
 
-def _sample_row(
-    logits: torch.Tensor, row: SampleRow, mask: TokenMask | None, eos_token_ids: Sequence[int]
-) -> int:
-    values = logits.double().numpy()
-    if mask is not None or _changes_logits(row):
-        values = values.copy()  # `double()` copied float32, not float64
-        bounds = TokenBounds.of(row, len(values), eos_token_ids)
-        _change_logits(values, row, bounds)
-        if mask is not None:
-            _keep_to(values, _bits(mask, len(values)))
-        if row.position < row.params.min_tokens:
-            _keep_going(values, row.params, bounds)
-        _mask(values, row, bounds)
-    if row.params.is_greedy:
-        return int(values.argmax())
-    return draw(values, row.params, uniform(row.params.seed, row.choice, row.position))
+def _obey(
+    values: np.ndarray, likeliest: int, row: SampleRow, mask: TokenMask | None, eos_token_ids: Sequence[int]
+) -> tuple[np.ndarray, int]:
+    """What is asked of a row but its distribution. Returns its logits, float64 where they are others now, and where
+    they are greatest."""
+    if mask is None and not _changes_logits(row):
+        return values, likeliest
+    values = values.astype(np.float64)
+    bounds = TokenBounds.of(row, len(values), eos_token_ids)
+    _change_logits(values, row, bounds)
+    if mask is not None:
+        _keep_to(values, _bits(mask, len(values)))
+    if row.position < row.params.min_tokens:
+        _keep_going(values, row.params, bounds)
+    _mask(values, row, bounds)
+    return values, int(values.argmax())
 
 
 def _change_logits(values: np.ndarray, row: SampleRow, bounds: TokenBounds) -> None:
@@ -184,62 +199,6 @@ def _mask(values: np.ndarray, row: SampleRow, bounds: TokenBounds) -> None:
     values[bounds.forbidden(row.state.output_ids)] = -np.inf
     if (row.params.allowed_token_ids or row.params.bad_words) and values.max() == -np.inf:
         raise InvalidRequestError("allowed_token_ids, bad_words, min_tokens and the grammar leave no token to choose")
-
-
-def draw(logits: np.ndarray, params: SamplingParams, number: float) -> int:
-    """Return the token at `number` in [0, 1) of the distribution that `params` make of `logits` (float64 `[vocab]`).
-
-    Where several tokens tie at the edge of `top_k`, all of them stay; at the edge of `top_p`, the lower ids.
-    """
-    scaled = logits / params.temperature
-    greatest = scaled.max()
-    if greatest == -np.inf:  # everything is masked: nothing to choose by
-        return int(logits.argmax())
-    weights = np.exp(scaled - greatest)  # relative to the likeliest token, which has 1
-    ids = _allowed(weights, params)
-    kept = weights if ids is None else weights[ids]
-    cumulative = np.cumsum(kept)
-    index = int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
-    index = min(index, int(np.flatnonzero(kept)[-1]))  # the product may round up to the sum
-    return index if ids is None else int(ids[index])
-
-
-def _allowed(weights: np.ndarray, params: SamplingParams) -> np.ndarray | None:
-    """Return the ids that `min_p`, `top_k` and `top_p` leave, ascending; `None` for all."""
-    ids: np.ndarray | None = None
-    if params.min_p > 0:
-        ids = np.flatnonzero(weights >= params.min_p)
-    if 0 < params.top_k < (len(weights) if ids is None else len(ids)):
-        candidates = weights if ids is None else weights[ids]
-        edge = np.partition(candidates, len(candidates) - params.top_k)[len(candidates) - params.top_k]
-        within = np.flatnonzero(candidates >= edge)
-        ids = within if ids is None else ids[within]
-    if params.top_p < 1:
-        candidates = weights if ids is None else weights[ids]
-        within = _nucleus(candidates, params.top_p)
-        ids = within if ids is None else ids[within]
-    return ids
-
-
-def _nucleus(weights: np.ndarray, top_p: float) -> np.ndarray:
-    """Return the indices, ascending, of the fewest likeliest tokens whose share is at least `top_p`."""
-    goal = top_p * weights.sum()
-    if len(weights) > 2 * _NUCLEUS_GUESS:
-        edge = np.partition(weights, len(weights) - _NUCLEUS_GUESS)[len(weights) - _NUCLEUS_GUESS]
-        likeliest = np.flatnonzero(weights >= edge)
-        if weights[likeliest].sum() >= goal:
-            kept: np.ndarray = likeliest[_cut(weights[likeliest], goal)]
-            return kept
-    return _cut(weights, goal)
-
-
-def _cut(weights: np.ndarray, goal: float) -> np.ndarray:
-    falling = -np.sort(-weights)  # values alone: many times faster than their order
-    count = max(1, int(np.count_nonzero(np.cumsum(falling) - falling < goal)))
-    edge = falling[count - 1]
-    above = np.flatnonzero(weights > edge)
-    ties = np.flatnonzero(weights == edge)[: count - len(above)]
-    return np.sort(np.concatenate([above, ties]))
 
 
 def _with_logprobs(logits: torch.Tensor, rows: Sequence[SampleRow], chosen: list[int]) -> list[SampledToken]:

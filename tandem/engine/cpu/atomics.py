@@ -114,6 +114,7 @@ def _emit_pointer(context: Any, builder: Any, returns: Any, address: Any) -> Any
 
 
 #: Pointers to what lies at an address, for `numba.carray`.
-float32s, int32s, int64s = (
-    _of_address(types.CPointer(kind), _emit_pointer) for kind in (types.float32, types.int32, types.int64)
+float32s, float64s, int32s, int64s = (
+    _of_address(types.CPointer(kind), _emit_pointer)
+    for kind in (types.float32, types.float64, types.int32, types.int64)
 )

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from tandem.core.errors import InternalError, InvalidRequestError
 from tandem.core.sampling import SampledToken, SampleRow, SamplingParams, SequenceState, uniform
 from tandem.engine import sampler
-from tandem.engine.sampler import draw, sample_rows
+from tandem.engine.cpu.draw_kernel import Draw, draw_rows
+from tandem.engine.sampler import sample_rows
+from tests.support.plain_draw import plain_draw
 
 VOCAB = 23
 PROMPT, OUTPUT = (1, 2, 2, 3), (3, 5, 5, 7)
@@ -30,6 +32,11 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow], eos_token_ids: Seque
             raise token
         tokens.append(token)
     return tokens
+
+
+def draw(logits: np.ndarray, params: SamplingParams, number: float) -> int:
+    (token_id,) = draw_rows([Draw(logits, float(logits.max()), params, number)], 1)
+    return token_id
 
 
 def logits_of(seed: int, rows: int = 1, vocab: int = VOCAB) -> torch.Tensor:
@@ -247,12 +254,12 @@ def test_a_row_that_fails_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [SampleRow(SequenceState(()), dataclasses.replace(params, seed=seed)) for seed in range(4)]
     alone = [sample(logits[n : n + 1], rows[n : n + 1])[0] for n in (0, 3)]
 
-    def draw_or_raise(values: np.ndarray, params: SamplingParams, number: float) -> int:
-        if params.seed == 2:
+    def number_or_raise(seed: int, choice: int, position: int) -> float:
+        if seed == 2:
             raise ZeroDivisionError("a test wanted it")
-        return draw(values, params, number)
+        return uniform(seed, choice, position)
 
-    monkeypatch.setattr(sampler, "draw", draw_or_raise)
+    monkeypatch.setattr(sampler, "uniform", number_or_raise)
     first, nan, raised, last = sample_rows(logits, rows)
     assert [first, last] == alone
     assert isinstance(nan, InternalError)
@@ -273,37 +280,61 @@ def test_the_ends_of_the_interval_are_tokens_that_may_be(number: float) -> None:
     assert draw(logits, SamplingParams(), number) in (1, 3)
 
 
-weights = st.lists(st.floats(-8, 8, width=32), min_size=1, max_size=60)
+#: Whole numbers tie.
+values = st.lists(st.one_of(st.floats(-8, 8, width=32), st.integers(-3, 3).map(float)), min_size=1, max_size=60)
 
 
 @settings(max_examples=300, deadline=None)
-@given(weights, st.floats(0.01, 1.0))
-def test_top_p_keeps_the_smallest_sufficient_set(logits: list[float], top_p: float) -> None:
-    values = np.exp(np.array(logits))
-    kept = sampler._nucleus(values, top_p)
-    goal = top_p * values.sum()
-    assert list(kept) == sorted(set(kept.tolist()))
-    assert values[kept].sum() >= goal * (1 - 1e-12)
-    if len(kept) > 1:
-        assert values[kept].sum() - values[kept].min() < goal * (1 + 1e-12)
-    dropped = np.delete(values, kept)
-    assert not len(dropped) or dropped.max() <= values[kept].min()
+@given(values, st.floats(0.01, 1.0), st.integers(0, 70), st.floats(0.0, 1.0), st.floats(0, 1, exclude_max=True))
+def test_what_is_drawn_is_what_full_sorts_give(
+    logits: list[float], top_p: float, top_k: int, min_p: float, number: float
+) -> None:
+    array = np.array(logits, np.float32)
+    for params in (
+        SamplingParams(top_p=top_p),
+        SamplingParams(top_k=top_k),
+        SamplingParams(min_p=min_p),
+        SamplingParams(temperature=0.5, top_p=top_p, top_k=top_k, min_p=min_p),
+    ):
+        assert draw(array, params, number) in near(array, params, number)
 
 
-@settings(max_examples=300, deadline=None)
-@given(weights, st.integers(1, 70))
-def test_top_k_keeps_the_k_likeliest_and_their_ties(logits: list[float], top_k: int) -> None:
-    values = np.exp(np.array(logits))
-    ids = sampler._allowed(values, SamplingParams(top_k=top_k))
-    kept = set(range(len(values))) if ids is None else set(ids.tolist())
-    assert kept == {token for token in range(len(values)) if (values > values[token]).sum() < top_k}
+@pytest.mark.parametrize("vocab", [300, 4096, 5_000, 32_000, 128_256])
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 5.0, 30.0])
+def test_large_vocabularies_are_cut_at_the_same_token(vocab: int, spread: float) -> None:
+    rng = np.random.default_rng(vocab)
+    cuts: list[dict[str, Any]] = [
+        {}, {"top_p": 0.95}, {"top_p": 0.3}, {"top_p": 1e-9}, {"top_p": 0.9999999}, {"min_p": 0.1}, {"top_k": 1},
+        {"top_k": 20}, {"top_k": 20, "top_p": 0.5}, {"top_k": 3000, "top_p": 0.9}, {"top_k": 40_000},
+        {"min_p": 0.05, "top_k": 5, "top_p": 0.9}, {"temperature": 0.2, "top_p": 0.99}, {"temperature": 3.0},
+    ]  # fmt: skip
+    for number, cut in enumerate(cuts):
+        array = (rng.standard_normal(vocab) * spread).astype(np.float64 if number % 2 else np.float32)
+        if number % 3 == 0:
+            array = np.round(array)
+        if number % 4 == 0:
+            array[rng.random(vocab) < 0.5] = -np.inf
+        params = SamplingParams(**cut)
+        for at in (0.0, rng.random(), rng.random(), 1 - 1e-9):
+            assert draw(array, params, at) in near(array, params, at), (cut, at)
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 1000), st.floats(0.05, 0.999), st.floats(0.1, 12.0))
-def test_large_vocabularies_take_the_same_nucleus(seed: int, top_p: float, spread: float) -> None:
-    values = np.exp(np.random.default_rng(seed).standard_normal(9000) * spread)
-    assert sampler._nucleus(values, top_p).tolist() == sampler._cut(values, top_p * values.sum()).tolist()
+def near(logits: np.ndarray, params: SamplingParams, number: float) -> set[int]:
+    """The token that full sorts give, and those beside it that rounding may give at the edge between two."""
+    slack = 1e-12
+    return {plain_draw(logits, params, min(max(number + off, 0.0), 1 - 2.0**-53)) for off in (-slack, 0.0, slack)}
+
+
+def test_rows_of_one_call_are_drawn_each_by_itself() -> None:
+    rng = np.random.default_rng(3)
+    draws = []
+    for row in range(40):
+        logits = (rng.standard_normal(9000) * 4).astype(np.float64 if row % 3 == 0 else np.float32)
+        cut = [{}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.02}][row % 4]
+        draws.append(Draw(logits, float(logits.max()), SamplingParams(temperature=0.7, **cut), rng.random()))
+    alone = [draw_rows([one], 1)[0] for one in draws]
+    for num_threads in (1, 2, 4):
+        assert draw_rows(draws, num_threads) == alone
 
 
 @pytest.mark.parametrize(

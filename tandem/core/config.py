@@ -54,7 +54,8 @@ class ModelConfig:
     quantize: str = _key(
         "none",
         "Round the weights of linear layers to 8 or 4 bits when the model is loaded, on CPUs: less memory, and more "
-        "tokens a second of few requests, for answers that are a little other ones.",
+        "tokens a second of few requests, for answers that are a little other ones. Checkpoints that come quantised "
+        "(GPTQ, AWQ, compressed-tensors, FP8) need nothing.",
         choices=("none", "int8", "int4"),
     )
     share_weights: bool = _key(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ _WEIGHT_PATTERNS = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 """What `snapshot_download` fetches: weights in safetensors, configuration, tokenizer."""
 # Of safetensors, by its names.
 _SHORT_TYPES = {"BF16": "bfloat16", "F16": "float16"}
+# Ends of the names that quantised layers give their scales.
+_SCALES = (".scales", ".weight_scale", ".weight_scale_inv", ".input_scale")
 # What a config calls the number of its experts.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -38,6 +41,7 @@ class ModelFacts:
         num_parameters: elements of all tensors in the safetensors files, 0 when there are none.
         tensors_dtype: of all floating-point tensors in these files, whatever the config says; see `tensors_dtype`.
         has_experts: it is a mixture of experts.
+        quantized_bytes: of the tensors, where the checkpoint comes quantised; 0: it does not.
     """
 
     name: str
@@ -51,6 +55,7 @@ class ModelFacts:
     num_parameters: int
     tensors_dtype: str = "float32"
     has_experts: bool = False
+    quantized_bytes: int = 0
 
     def kv_bytes_per_token(self, dtype: str) -> int | None:
         """Bytes of K and V of one token in all layers, `None` when the shape is not known."""
@@ -108,7 +113,7 @@ def read_facts(path: str, directory: Path) -> ModelFacts:
         head_dim = hidden // heads
     kv_heads = _first(text, "num_key_value_heads")
     architectures = config.get("architectures") or ["unknown"]
-    dtype = config.get("dtype", config.get("torch_dtype"))
+    dtype, tensors = config.get("dtype", config.get("torch_dtype")), read_heads(directory)
     return ModelFacts(
         name=model_name(path, directory),
         directory=directory,
@@ -118,25 +123,49 @@ def read_facts(path: str, directory: Path) -> ModelFacts:
         num_layers=_first(text, "num_hidden_layers", "n_layer"),
         num_kv_heads=kv_heads if kv_heads is not None else heads,
         head_dim=head_dim,
-        num_parameters=sum(_count_parameters(file) for file in directory.glob("*.safetensors")),
+        num_parameters=sum(math.prod(head.shape) for head in tensors.values()),
         tensors_dtype=tensors_dtype(directory),
         has_experts=any(_first(text, name) for name in _EXPERTS),
+        quantized_bytes=sum(head.num_bytes for head in tensors.values()) if config.get("quantization_config") else 0,
     )
 
 
 def tensors_dtype(directory: Path) -> str:
-    """The type of all floating-point tensors of a checkpoint; float32 where they differ, or are of another type.
+    """The type of all floating-point tensors of a checkpoint but for those of quantised layers; float32 where they
+    differ, or are of another type.
 
     Raises:
         ModelLoadError: a file is no safetensors file.
     """
     types = {
-        tensor["dtype"]
-        for file in directory.glob("*.safetensors")
-        for name, tensor in _read_head(file).items()
-        if name != "__metadata__" and "F" in tensor["dtype"]
+        head.dtype
+        for name, head in read_heads(directory).items()
+        if "F" in head.dtype and not head.dtype.startswith("F8") and not name.endswith(_SCALES)
     }
     return _SHORT_TYPES.get(types.pop(), "float32") if len(types) == 1 else "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHead:
+    """Of a tensor in a safetensors file; `dtype` by that format's names."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        bits = re.search(r"\d+", self.dtype)  # of `BOOL` a byte
+        return math.prod(self.shape) * (int(bits[0]) if bits else 8) // 8
+
+
+def read_heads(directory: Path) -> dict[str, TensorHead]:
+    """Of all tensors of a checkpoint, by name. Raises `ModelLoadError` where a file is no safetensors file."""
+    return {
+        name: TensorHead(tensor["dtype"], tuple(tensor["shape"]))
+        for file in directory.glob("*.safetensors")
+        for name, tensor in _read_head(file).items()
+        if name != "__metadata__"
+    }
 
 
 def _embedded() -> Path:
@@ -192,11 +221,6 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def _first(config: dict[str, Any], *names: str) -> int | None:
     return next((config[name] for name in names if isinstance(config.get(name), int)), None)
-
-
-def _count_parameters(file: Path) -> int:
-    """Elements of all tensors of one safetensors file."""
-    return sum(math.prod(tensor["shape"]) for name, tensor in _read_head(file).items() if name != "__metadata__")
 
 
 def _read_head(file: Path) -> dict[str, Any]:

@@ -22,8 +22,9 @@ from tandem.engine.cpu.attention import CPUAttention
 from tandem.engine.cpu.decode_programs import DecodePrograms
 from tandem.engine.cpu.decoder import FusedDecoder
 from tandem.engine.cpu.embedding import widen
-from tandem.engine.cpu.fusing import convert, fuse, fuse_decoder, share
+from tandem.engine.cpu.fusing import fuse, fuse_decoder, multiply_by_two, share
 from tandem.engine.cpu.packed_linear import pack
+from tandem.engine.cpu.panels import Rounding
 from tandem.engine.cpu.shared_weights import Shared, WeightRegister
 from tandem.engine.cpu.vector_ir import has_bfloat16_products, is_fast_here, widens_float16
 from tandem.engine.cuda.decode_step import DecodeBackend
@@ -32,6 +33,8 @@ from tandem.engine.layout import KVLayout
 from tandem.engine.loader import Types
 from tandem.engine.paged_model import Decoder, PagedModel
 from tandem.engine.probe import probe_architecture
+from tandem.engine.quantized.loading import plain, scheme_of
+from tandem.engine.quantized.stored_linear import StoredLinear
 from tandem.engine.select_attention import select_backend
 
 __all__ = ["Engine", "SequenceInput"]
@@ -161,12 +164,14 @@ class Engine:
         target = _device(device)
         threads = _set_threads(num_threads)
         config, pooling = loader.load_config(model_dir), read_pooling(Path(model_dir))
+        scheme = scheme_of(config)
         types = loader.choose_types(
             dtype,
             config,
             target,
             tensors=_tensors_dtype(Path(model_dir)),
             quantize=quantize,
+            is_quantized=scheme is not None,
             can_widen=is_fast_here(),
             can_multiply_short=has_bfloat16_products(),
         )
@@ -174,7 +179,7 @@ class Engine:
         context = loader.context_of(config, max_context)
         backend = select_backend(layout, target, threads)
         if probe:
-            probe_architecture(config, num_threads=threads)
+            probe_architecture(plain(config), num_threads=threads)
         model = loader.load_stored(model_dir, config, types, target, pooling)
         num_scratch = int(_has_scratch_page(backend, target))
 
@@ -255,10 +260,18 @@ def _fuse_on_cpu(model: PreTrainedModel, layout: KVLayout, types: Types, num_thr
     """How many parts of which kind are replaced, and whose linear layers serve."""
     if layout.dtype != "float32":
         return "none", "torch"
-    fused, linear = fuse(model, layout, num_threads), pack(model, num_threads)
+    asked = Rounding(loader.QUANTIZED[types.quantized]) if types.quantized else None
+    stored = next((module for module in model.modules() if isinstance(module, StoredLinear)), None)
+    fused, linear = fuse(model, layout, num_threads, asked), pack(model, num_threads, asked)
     widen(model)
-    convert(model, types)
-    linear += f" {types.quantized}" if types.quantized else " by two" if types.multiplied == "bfloat16" else ""
+    if types.multiplied == "bfloat16":
+        multiply_by_two(model)
+    if types.quantized:
+        linear += f" {types.quantized}"
+    elif stored is not None:
+        linear += f" {stored.scheme.kept_as}"
+    elif types.multiplied == "bfloat16":
+        linear += " by two"
     return fused, linear
 
 

@@ -28,6 +28,7 @@ from tandem.engine.arena import TORCH_DTYPES
 from tandem.engine.attention.interface import ATTENTION_NAME
 from tandem.engine.layout import KVLayout
 from tandem.engine.pooling_model import PoolingModel
+from tandem.engine.quantized.loading import scheme_of, to_be_loaded
 
 # Says where a model comes from or how it is run, not what it computes.
 _CONFIG_NOISE = frozenset(
@@ -65,8 +66,6 @@ def load_config(model_dir: str | os.PathLike[str]) -> PreTrainedConfig:
         raise ModelLoadError(f"cannot read {path / 'config.json'}: {error}") from error
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{config.model_type} is an encoder-decoder; only decoder-only models are served")
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModelError(f"{path}: quantised checkpoints are not served")
     return config
 
 
@@ -99,6 +98,7 @@ def choose_types(
     *,
     tensors: str,
     quantize: str = "none",
+    is_quantized: bool = False,
     can_widen: bool,
     can_multiply_short: bool,
 ) -> Types:
@@ -107,6 +107,7 @@ def choose_types(
     Args:
         tensors: the type of the checkpoint's tensors, whatever its config says: what they hold is to stay.
         quantize: `none`, or how weights are rounded.
+        is_quantized: the checkpoint comes with weights of fewer bits, which stay so unless `quantize` says other ones.
         can_widen: linear layers can have weights of 16 bits and compute in float32, on this CPU.
         can_multiply_short: they can multiply bfloat16 as it is, on this CPU.
     """
@@ -117,7 +118,12 @@ def choose_types(
     own = str(getattr(config, "dtype", None)).removeprefix("torch.")
     own = own if own in TORCH_DTYPES else "float32"
     stored = tensors if can_widen and tensors in TORCH_DTYPES else "float32"
-    if quantize != "none":
+    if is_quantized and (device.type != "cpu" or not can_widen):
+        raise UnsupportedModelError(
+            f"quantised checkpoints are served on CPUs with fused vector arithmetic, not yet on {device}; take its "
+            "plain weights there"
+        )
+    if quantize != "none" or is_quantized:
         if device.type != "cpu" or not can_widen:
             raise ConfigError(
                 f"model.quantize rounds weights for CPUs with fused vector arithmetic, not for {device}; leave it out",
@@ -125,10 +131,10 @@ def choose_types(
             )
         if dtype not in ("auto", "float32"):
             raise ConfigError(
-                f"with model.quantize: {quantize} all is computed in float32; leave model.dtype: {dtype} out",
+                f"with weights of fewer than 16 bits all is computed in float32; leave model.dtype: {dtype} out",
                 key="model.dtype",
             )
-        return Types("float32", stored, "float32", quantize)
+        return Types("float32", stored, "float32", "" if quantize == "none" else quantize)
     if device.type != "cpu":
         return Types.all_of(own if dtype == "auto" else dtype)
     asked = own if dtype == "auto" else dtype
@@ -157,6 +163,8 @@ def load_model(
         UnsupportedModelError: a head is not known here.
     """
     kind: Any = _AUTO_MODELS[pooling.task if pooling is not None else None]
+    if scheme_of(config) is not None:
+        config = to_be_loaded(config, Path(model_dir))
     hf_logging.disable_progress_bar()  # a server's log is no terminal
     try:
         model, report = kind.from_pretrained(

@@ -343,6 +343,8 @@ class Preflight:
 
     @property
     def weight_bytes(self) -> int:
+        if self.facts.quantized_bytes:  # of 4 bits with zero points come 8; no layer but one is there twice
+            return 2 * self.facts.quantized_bytes
         stored = self.facts.weight_bytes(self._stored_dtype)
         # Rounding needs both for a while; how much of the one is free by then depends on how they lie.
         return stored if self.config.model.quantize == "none" else stored * 3 // 2

@@ -19,12 +19,11 @@ from tandem.engine.cpu.embedding import ShortEmbedding
 from tandem.engine.cpu.layer import FusedDecoderLayer, Workspace
 from tandem.engine.cpu.layer_kernels import LANES
 from tandem.engine.cpu.modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
-from tandem.engine.cpu.packed_linear import PackedLinear, can_pack
-from tandem.engine.cpu.panels import Panels
+from tandem.engine.cpu.packed_linear import PackedLinear, can_pack, rounding_of
+from tandem.engine.cpu.panels import Panels, Rounding
 from tandem.engine.cpu.shared_weights import Shared, Weight, WeightRegister
 from tandem.engine.fuse.recognise import decoder_parts, fuse_parts, logits_of
 from tandem.engine.layout import KVLayout
-from tandem.engine.loader import QUANTIZED, Types
 
 #: Of a layer, in the order in which they compute.
 _LAYER_PARTS: dict[str, type[nn.Module]] = {
@@ -36,13 +35,16 @@ _LAYER_PARTS: dict[str, type[nn.Module]] = {
 
 
 class CPUKit:
-    """The replacements for the CPU, of `num_threads` threads; layers of one kit share a workspace."""
+    """The replacements for the CPU, of `num_threads` threads; layers of one kit share a workspace.
+
+    Weights are rounded, see `rounding_of`, as soon as their part was proved without that.
+    """
 
     dtype = torch.float32
     device = torch.device("cpu")
 
-    def __init__(self, num_threads: int) -> None:
-        self._num_threads, self._workspace = num_threads, Workspace()
+    def __init__(self, num_threads: int, asked: Rounding | None = None) -> None:
+        self._num_threads, self._workspace, self._asked = num_threads, Workspace(), asked
         self.layer_parts: Mapping[str, type[nn.Module]] = _LAYER_PARTS
         self.attention_backend: AttentionBackend = CPUAttention(num_threads)
 
@@ -68,23 +70,35 @@ class CPUKit:
     def layer(self, attention_norm: Any, attention: Any, mlp_norm: Any, mlp: Any) -> FusedDecoderLayer:
         return FusedDecoderLayer(attention_norm, attention, mlp_norm, mlp, self._workspace, self._num_threads)
 
+    def settle(self, part: nn.Module, original: nn.Module) -> None:
+        """Round its weights: so there are no more of them in float32 than those of one part."""
+        if (rounding := rounding_of(original, self._asked)) is not None:
+            for panels in _panels_of(part):
+                panels.quantize(rounding)
 
-def fuse(model: PreTrainedModel, layout: KVLayout, num_threads: int) -> str:
-    """Replace all parts that can be replaced; return in words how many of each kind."""
+
+def fuse(model: PreTrainedModel, layout: KVLayout, num_threads: int, asked: Rounding | None = None) -> str:
+    """Replace all parts that can be replaced; return in words how many of each kind.
+
+    Args:
+        asked: see `rounding_of`.
+    """
     if not can_pack(model) or layout.dtype != "float32":
         return "none"
-    return fuse_parts(model, layout, CPUKit(num_threads))
+    return fuse_parts(model, layout, CPUKit(num_threads, asked))
 
 
-def convert(model: PreTrainedModel, types: Types) -> None:
-    """Have all packed linear layers multiply as `types` say; see `packed_kernel`."""
+def multiply_by_two(model: PreTrainedModel) -> None:
+    """Have all packed linear layers multiply in bfloat16; see `packed_kernel`."""
+    for panels in _panels_of(model):
+        panels.multiply_by_two()
+    _forget_plans(model)
+
+
+def _panels_of(model: nn.Module) -> Iterator[Panels]:
     for module in model.modules():
         if isinstance(module, PackedLinear | FusedGatedMLP):
-            if types.quantized:
-                module.panels.quantize(QUANTIZED[types.quantized])
-            elif types.multiplied == "bfloat16":
-                module.panels.multiply_by_two()
-    _forget_plans(model)
+            yield module.panels
 
 
 def share(model: PreTrainedModel, register: WeightRegister, name: str) -> Shared | None:

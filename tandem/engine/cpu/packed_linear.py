@@ -14,11 +14,12 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tandem.engine.cpu.packed_kernel import PANEL, PRODUCTS, arranged_features
-from tandem.engine.cpu.panels import Panels
+from tandem.engine.cpu.panels import Panels, Rounding
 from tandem.engine.cpu.threads import run
 from tandem.engine.cpu.vector_ir import is_fast_here
-from tandem.engine.fuse.recognise import replace_modules
+from tandem.engine.fuse.recognise import LINEAR, replace_modules
 from tandem.engine.huge_pages import FLOAT_BYTES
+from tandem.engine.quantized.stored_linear import StoredLinear
 
 
 class PackedLinear(nn.Module):
@@ -70,24 +71,43 @@ class PackedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self._bias is not None}"
 
 
-def pack(model: PreTrainedModel, num_threads: int) -> str:
+def rounding_of(module: nn.Module, asked: Rounding | None) -> Rounding | None:
+    """To what the weights of a part are rounded: to what was asked for all, or to what holds those of a checkpoint that
+    comes quantised."""
+    if asked is not None:
+        return asked
+    stored = next((part for part in module.modules() if isinstance(part, StoredLinear)), None)
+    if stored is None:
+        return None
+    scheme = stored.scheme
+    return Rounding(4, scheme.group_size, is_exact=True) if scheme.kept_as == "int4" else Rounding(8)
+
+
+def pack(model: PreTrainedModel, num_threads: int, asked: Rounding | None = None) -> str:
     """Replace the linear layers of a model on the CPU by such that compute in float32. Return which products it uses
     now: "packed" or "torch".
 
     The originals are dropped, but for weights that are tied to an embedding.
+
+    Args:
+        asked: see `rounding_of`.
     """
     if not can_pack(model):
         return "torch"
-    replace_modules(model, lambda module: _pack_layer(module, num_threads))
+    replace_modules(model, lambda module: _pack_layer(module, num_threads, asked))
     return "packed"
 
 
-def _pack_layer(module: Any, num_threads: int) -> PackedLinear | None:
-    if type(module) is nn.Linear:
-        return PackedLinear(module.weight, module.bias, num_threads)
-    if type(module) is Conv1D:  # as nn.Linear, transposed
-        return PackedLinear(module.weight.T, module.bias, num_threads)
-    return None
+def _pack_layer(module: Any, num_threads: int, asked: Rounding | None) -> PackedLinear | None:
+    if type(module) in LINEAR:
+        packed = PackedLinear(module.weight, module.bias, num_threads)
+    elif type(module) is Conv1D:  # as nn.Linear, transposed
+        packed = PackedLinear(module.weight.T, module.bias, num_threads)
+    else:
+        return None
+    if (rounding := rounding_of(module, asked)) is not None:
+        packed.panels.quantize(rounding)
+    return packed
 
 
 def can_pack(model: PreTrainedModel) -> bool:

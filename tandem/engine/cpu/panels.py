@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
@@ -13,8 +16,24 @@ GROUP = 128
 # What a scale of 4 bits may be, relative to the one by which the greatest weight of its group is exact: smaller ones
 # cut that off, and are finer for all others.
 _CUTS = [1.0 - 0.05 * number for number in range(8)]
+# Where the weights are whole numbers of a scale: the greatest of them may be any.
+_EXACT_CUTS = [7 / number for number in range(8, 0, -1)]
 # So many weights are converted at a time.
 _AT_ONCE = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """To what weights are rounded.
+
+    Attributes:
+        bits: 8, with a scale for each output; or 4, with one for each `group` of an output too.
+        is_exact: the weights are whole numbers of 4 bits of some scale already, which is to be found.
+    """
+
+    bits: int
+    group: int = GROUP
+    is_exact: bool = False
 
 
 class Panels:
@@ -57,10 +76,11 @@ class Panels:
         self.products = BY_TWO
         self.num_steps = self.group = self._num_in // 2
 
-    def quantize(self, bits: int) -> None:
-        """Round the weights to whole numbers of so many bits: 8, or 4 if K is even, and 8 if it is not."""
-        bits = 8 if self._num_in % 2 else bits
-        group = self._num_in if bits == 8 else min(GROUP, self._num_in)
+    def quantize(self, rounding: Rounding) -> None:
+        """Round the weights to whole numbers of 8 bits, or of 4 if K and the groups are even."""
+        bits = 8 if self._num_in % 2 or rounding.group % 2 else rounding.bits
+        group = self._num_in if bits == 8 else min(rounding.group, self._num_in)
+        cuts = _EXACT_CUTS if rounding.is_exact else _CUTS
         num_groups = -(-self._num_in // group)
         per_byte = 8 // bits
         numbers = weight_memory.empty(self.num, self._num_in // per_byte, PANEL, dtype=torch.uint8)
@@ -69,7 +89,7 @@ class Panels:
         for begin in range(0, self.num, num_at_once):
             those = slice(begin, begin + num_at_once)
             wide = nn.functional.pad(self.numbers[those].float(), (0, 0, 0, num_groups * group - self._num_in))
-            found, rounded = _round(wide.view(len(wide), num_groups, group, PANEL), bits)
+            found, rounded = _round(wide.view(len(wide), num_groups, group, PANEL), bits, cuts)
             scales[those] = found.squeeze(2)
             whole = rounded.view(len(wide), -1, PANEL)[:, : self._num_in].to(torch.int16)
             numbers[those] = whole.to(torch.int8).view(torch.uint8) if bits == 8 else _pack_halves(whole)
@@ -78,17 +98,17 @@ class Panels:
         self.num_steps, self.group = self._num_in // self.products.per_step, group // self.products.per_step
 
 
-def _round(weights: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _round(weights: torch.Tensor, bits: int, cuts: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales `[P, groups, 1, 32]`, and whole numbers as float32, of weights `[P, groups, K, 32]`.
 
-    Of 4 bits each scale is the one of `_CUTS` with the least sum of squared errors.
+    Of 4 bits each scale is the one of `cuts` with the least sum of squared errors.
     """
     most = float(2 ** (bits - 1) - 1)
     exact = (weights.abs().amax(dim=2, keepdim=True) / most).clamp(min=torch.finfo(torch.float32).tiny)
     if bits == 8:
         return exact, (weights / exact).round()
     best, least = exact, torch.full_like(exact, torch.inf)
-    for cut in _CUTS:
+    for cut in cuts:
         scale = exact * cut
         error = ((weights / scale).round().clamp(-most - 1, most) * scale - weights).square().sum(dim=2, keepdim=True)
         best, least = torch.where(error < least, scale, best), torch.minimum(error, least)

@@ -33,6 +33,10 @@ from tandem.engine.fuse.trial import (
 )
 from tandem.engine.layout import KVLayout
 from tandem.engine.paged_model import Decoder, PagedModel
+from tandem.engine.quantized.stored_linear import StoredLinear
+
+#: Layers that compute `x @ weight.T + bias` and nothing else; subclasses may do more.
+LINEAR = (nn.Linear, StoredLinear)
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _HEAD_NORMS = ("q_norm", "k_norm")
@@ -78,18 +82,28 @@ class Kit(Protocol):
         """A decoder layer of these parts, which it takes over."""
         ...
 
+    def settle(self, part: nn.Module, original: nn.Module) -> None:
+        """Called with each attention and MLP that was proved, before the next original is looked at."""
+        ...
+
 
 def fuse_parts(model: PreTrainedModel, layout: KVLayout, kit: Kit) -> str:
     """Replace all parts that can be replaced; return for people how many of each kind."""
     rotary_dim = _rotary_dim(model)
     attempts: tuple[tuple[str, Callable[[nn.Module], nn.Module | None]], ...] = (
-        ("attention", lambda module: fuse_attention(module, layout, rotary_dim, kit)),
-        ("mlp", lambda module: fuse_gated_mlp(module, kit)),
+        ("attention", lambda module: _settled(fuse_attention(module, layout, rotary_dim, kit), module, kit)),
+        ("mlp", lambda module: _settled(fuse_gated_mlp(module, kit), module, kit)),
         ("norm", lambda module: fuse_rms_norm(module, kit)),
     )
     counts = {kind: replace_modules(model, _Attempt(attempt)) for kind, attempt in attempts}
     counts["layer"] = replace_modules(model, lambda module: fuse_decoder_layer(module, layout, kit))
     return ", ".join(f"{count} {kind}" for kind, count in counts.items() if count) or "none"
+
+
+def _settled(part: Any, original: nn.Module, kit: Kit) -> Any:
+    if part is not None:
+        kit.settle(part, original)
+    return part
 
 
 def replace_modules(model: nn.Module, attempt: Callable[[nn.Module], nn.Module | None]) -> int:
@@ -151,7 +165,7 @@ def fuse_gated_mlp(module: nn.Module, kit: Kit) -> Any:
     if parts is None or set(dict(module.named_children())) - {*_MLP_PARTS, "act_fn"} or not _takes_rows_alone(module):
         return None
     gate, up, _ = parts
-    if gate.weight.shape != up.weight.shape or (gate.bias is None) != (up.bias is None):
+    if (gate.in_features, gate.out_features, gate.bias is None) != (up.in_features, up.out_features, up.bias is None):
         return None
     if not _may_have_silu(module, kit):
         return None
@@ -332,7 +346,7 @@ def _rotary_dim(model: PreTrainedModel) -> int | None:
 def _linear_children(module: nn.Module, names: tuple[str, ...]) -> list[nn.Linear] | None:
     children = dict(module.named_children())
     found = [children.get(name) for name in names]
-    return found if all(type(child) is nn.Linear for child in found) else None  # type: ignore[return-value]
+    return found if all(type(child) in LINEAR for child in found) else None  # type: ignore[return-value]
 
 
 def _takes_rows_alone(module: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tandem.engine.cpu import packed_linear
 from tandem.engine.cpu.packed_linear import PackedLinear, pack
+from tandem.engine.cpu.panels import Rounding
 from tandem.engine.cpu.vector_ir import has_bfloat16_products, has_wide_vectors
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -90,7 +91,7 @@ def test_what_does_not_go_by_two_is_widened(dtype: torch.dtype, num_in: int) -> 
 
 def quantized(weight: torch.Tensor, bits: int, bias: torch.Tensor | None = None, num_threads: int = 1) -> PackedLinear:
     packed = PackedLinear(weight, bias, num_threads)
-    packed.panels.quantize(bits)
+    packed.panels.quantize(Rounding(bits))
     return packed
 
 

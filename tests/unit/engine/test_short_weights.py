@@ -20,6 +20,7 @@ from tandem.engine import loader
 from tandem.engine.cpu.embedding import ShortEmbedding
 from tandem.engine.cpu.modules import FusedGatedMLP
 from tandem.engine.cpu.packed_linear import PackedLinear
+from tandem.engine.cpu.panels import Rounding
 from tandem.engine.cpu.vector_ir import has_bfloat16_products
 from tandem.engine.engine import Engine, SequenceInput
 from tandem.engine.fuse import recognise
@@ -266,7 +267,7 @@ def save_rounded(model_dir: Path, bits: int, target: Path) -> Path:
         if isinstance(module, nn.Linear | Conv1D):
             weight = module.weight if isinstance(module, nn.Linear) else module.weight.T
             packed = PackedLinear(weight, None, 1)
-            packed.panels.quantize(bits)
+            packed.panels.quantize(Rounding(bits))
             rounded = packed(torch.eye(packed.in_features)).T
             with torch.no_grad():
                 module.weight.copy_(rounded if isinstance(module, nn.Linear) else rounded.T)

@@ -209,7 +209,7 @@ def test_a_worker_waits_for_a_node_and_starts_when_one_comes(serve: Serve, nodes
         assert f"tandem scale --address {address} --decode 1" in next(scaling.stdout)
         with Load(serve, num_clients=2) as load:
             added = nodes["cluster"].add_node(num_cpus=1, resources={"decode": 1}, object_store_memory=100 << 20)
-            rest, _ = scaling.communicate(timeout=90)
+            rest, _ = scaling.communicate(timeout=150)
     assert load.failures == []
     assert "Done: prefill 1/1 ready, decode 2/2 ready, routers 2/2 ready" in rest
     assert parent_of(serve.members()["decode-1"]["pid"]) == raylet_of(added)

@@ -199,7 +199,7 @@ def test_debians_habit_gives_a_host_its_own_name_as_a_loopback_address(start_hos
 
 
 OWNER = """
-import signal, sys
+import signal, sys, time
 from pathlib import Path
 from tests.hosts.hosts import Hosts
 from tests.hosts.leftovers import left_of
@@ -207,7 +207,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the 
 hosts = Hosts.start(Path(sys.argv[1]))
 hosts.add(1).start("sleep 1000", Path(sys.argv[1]) / "log")
 print("up", flush=True)
-signal.pause()
+while True:
+    time.sleep(0.1)  # `signal.pause` would miss a signal that comes right before it
 """
 
 

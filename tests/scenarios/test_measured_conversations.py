@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.conversations.cluster import ClusterSpec
 from benchmarks.conversations.command import ConversationSizes, measure
 from benchmarks.conversations.section import ONE_PAIR, section
 from tandem.bench.load.conversations import ConversationPlan
 
 
+@pytest.mark.timeout(400)  # four clusters, one after the other
 async def test_the_same_conversations_are_held_both_ways() -> None:
     sizes = ConversationSizes(
         ClusterSpec(num_of_each=1), ConversationPlan(2, 3, num_words=80, num_output=8),

@@ -16,7 +16,7 @@ import torch
 
 from tandem.core.errors import InternalError, InvalidRequestError, TandemError
 from tandem.core.sampling import SampledToken, SampleRow, SamplingParams, TokenMask, uniform
-from tandem.engine.cpu.draw_kernel import Draw, compile_kernel, draw_rows
+from tandem.engine.cpu.draw_kernel import NAN, NOT_FINITE, Draw, compile_kernel, draw_rows
 from tandem.engine.token_bounds import TokenBounds
 
 #: float32 `[rows, vocab]`, on any device.
@@ -61,30 +61,40 @@ def sample_rows(
         raise ValueError(f"logits of shape {tuple(logits.shape)} for {len(rows)} rows")
     if not rows:
         return []
-    chosen, is_nan = _greatest(logits)
-    failed: dict[int, TandemError] = {
-        index: InternalError("the model gave NaN logits") for index, bad in enumerate(is_nan) if bad
-    }
+    failed: dict[int, TandemError] = {}
     masks = _masks(rows, failed)
+    # The kernel that draws finds the greatest by itself, on several threads.
+    looked_at = [i for i, row in enumerate(rows) if row.params.is_greedy or i in masks or _changes_logits(row)]
+    chosen = [0] * len(rows)
+    for index, likeliest, bad in zip(looked_at, *_greatest(logits, looked_at), strict=True):
+        chosen[index] = likeliest
+        if bad:
+            failed[index] = _nan()
     taken = [i for i, row in enumerate(rows) if i not in failed and not _stays(row, chosen[i], masks.get(i))]
     draws: dict[int, Draw] = {}
     for index, values in zip(taken, _on_host(logits, taken), strict=True):
         row = rows[index]
         try:
-            values, chosen[index] = _obey(values, chosen[index], row, masks.get(index), eos_token_ids)
-            # Where the greatest is infinite there is no distribution to draw from.
-            if not row.params.is_greedy and np.isfinite(values[chosen[index]]):
+            changed = _obey(values, row, masks.get(index), eos_token_ids)
+            if changed is not None:
+                values, chosen[index] = changed, int(changed.argmax())
+            if not row.params.is_greedy:
                 number = uniform(row.params.seed, row.choice, row.position)
-                draws[index] = Draw(values, float(values[chosen[index]]), row.params, number)
+                greatest = 0.0 if changed is None else float(changed[chosen[index]])
+                draws[index] = Draw(values, row.params, number, greatest)
         except TandemError as error:
             failed[index] = error
         except Exception as error:  # noqa: BLE001 - the row's own; it goes to whoever asked for it
             failed[index] = InternalError(f"no token could be sampled: {type(error).__name__}: {error}")
             failed[index].__cause__ = error
     if draws:
-        drawn = draw_rows(list(draws.values()), torch.get_num_threads())
-        for index, token_id in zip(draws, drawn, strict=True):
-            chosen[index] = token_id
+        for (index, draw), token_id in zip(
+            draws.items(), draw_rows(list(draws.values()), torch.get_num_threads()), strict=True
+        ):
+            if token_id == NAN:
+                failed[index] = _nan()
+            else:
+                chosen[index] = token_id if token_id != NOT_FINITE else int(draw.logits.argmax())
     tokens = _with_logprobs(logits, rows, chosen)
     return [failed.get(index, token) for index, token in enumerate(tokens)]
 
@@ -99,17 +109,23 @@ def _on_host(logits: torch.Tensor, indices: list[int]) -> list[np.ndarray]:
     return [values[index] for index in indices]
 
 
-def _greatest(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
-    """Where each row is greatest, and whether it holds NaN."""
+def _greatest(logits: torch.Tensor, indices: list[int]) -> tuple[list[int], list[bool]]:
+    """Where each of these rows is greatest, and whether it holds NaN."""
+    if not indices:
+        return [], []
     if logits.device.type == "cpu":
         # numpy does without torch's way to an operator, which costs more than the work; NaN is greatest to both.
         values = logits.numpy()
-        ids = values.argmax(axis=-1)
-        return ids.tolist(), np.isnan(values[np.arange(len(ids)), ids]).tolist()
-    best, best_ids = logits.max(dim=-1)
+        ids = values.argmax(axis=-1) if len(indices) == len(values) else [values[i].argmax() for i in indices]
+        return [int(i) for i in ids], np.isnan(values[indices, ids]).tolist()
+    best, best_ids = logits[indices].max(dim=-1)
     # One copy from the device, and so one wait for it.
     chosen, is_nan = torch.stack([best_ids, torch.isnan(best).long()]).tolist()
     return chosen, is_nan
+
+
+def _nan() -> TandemError:
+    return InternalError("the model gave NaN logits")
 
 
 def _masks(rows: Sequence[SampleRow], failed: dict[int, TandemError]) -> dict[int, TokenMask]:
@@ -144,13 +160,12 @@ def _changes_logits(row: SampleRow) -> bool:
 
 
 def _obey(
-    values: np.ndarray, likeliest: int, row: SampleRow, mask: TokenMask | None, eos_token_ids: Sequence[int]
-) -> tuple[np.ndarray, int]:
-    """What is asked of a row but its distribution. Returns its logits, float64 where they are others now, and where
-    they are greatest."""
+    logits: np.ndarray, row: SampleRow, mask: TokenMask | None, eos_token_ids: Sequence[int]
+) -> np.ndarray | None:
+    """The logits, float64, with all that is asked of a row but its distribution; `None` where they stay."""
     if mask is None and not _changes_logits(row):
-        return values, likeliest
-    values = values.astype(np.float64)
+        return None
+    values = logits.astype(np.float64)
     bounds = TokenBounds.of(row, len(values), eos_token_ids)
     _change_logits(values, row, bounds)
     if mask is not None:
@@ -158,7 +173,7 @@ def _obey(
     if row.position < row.params.min_tokens:
         _keep_going(values, row.params, bounds)
     _mask(values, row, bounds)
-    return values, int(values.argmax())
+    return values
 
 
 def _change_logits(values: np.ndarray, row: SampleRow, bounds: TokenBounds) -> None:

@@ -21,7 +21,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from tandem.core.sampling import SamplingParams
-from tandem.engine.cpu.atomics import float32s, float64s, int64s, words
+from tandem.engine.cpu.atomics import float32s, float64s, int32s, int64s, words
 from tandem.engine.cpu.threads import Kernel
 
 _ARGUMENTS = "iiiiii"
@@ -38,6 +38,11 @@ _LN2_HIGH, _LN2_LOW = 0.6931471803691238, 1.9082149292705877e-10
 #: Factors of the powers of what is left.
 _TAYLOR = tuple(1.0 / math.factorial(power) for power in range(13))
 _MANTISSA_BITS = 52
+#: Of float32: all bits but the sign, and those of infinity.
+_BELOW_SIGN, _INFINITE = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
+
+#: In place of a token: where a logit is NaN; where the greatest is infinite, so that there is no distribution.
+NAN, NOT_FINITE = -1, -2
 
 #: Tokens whose weights are summed by themselves, so that the one that is drawn is found among few.
 _BLOCK = 512
@@ -69,6 +74,32 @@ def _emit_times_two_to(_context: Any, builder: Any, _signature: Any, arguments: 
 def _times_two_to(_typing, _number, _power):  # type: ignore[no-untyped-def]
     """`number * 2 ** power`, of float64 and int32, where neither is nor becomes subnormal."""
     return types.float64(types.float64, types.int32), _emit_times_two_to
+
+
+def _emit_as_real(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+    return builder.bitcast(arguments[0], ir.FloatType())
+
+
+@intrinsic
+def _as_real(_typing, _bits):  # type: ignore[no-untyped-def]
+    """The float32 of these bits."""
+    return types.float32(types.int32), _emit_as_real
+
+
+@_jit
+def _greatest(bits, num):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """Of the float32 whose bits these are; NaN where one is.
+
+    Compared as whole numbers in the same order: for those LLVM finds a maximum on vectors.
+    """
+    least = greatest = bits[0] ^ ((bits[0] >> 31) & _BELOW_SIGN)
+    for index in range(1, num):
+        place = bits[index] ^ ((bits[index] >> 31) & _BELOW_SIGN)
+        least = min(least, place)
+        greatest = max(greatest, place)
+    if greatest > _INFINITE or least < ~_INFINITE:
+        return np.float32(np.nan)
+    return _as_real(np.int32(greatest ^ ((greatest >> 31) & _BELOW_SIGN)))
 
 
 @_jit_fast
@@ -311,6 +342,11 @@ def _draw_rows(first, end, arguments):  # type: ignore[no-untyped-def] # pragma:
     weights, sums = room[0], room[1]
     for row in range(first, end):
         greatest, temperature, top_p, min_p, number = reals[row]
+        if not is_wide[row]:
+            greatest = np.float64(_greatest(numba.carray(int32s(addresses[row]), num), num))
+        if not np.isfinite(greatest):
+            tokens[row] = NAN if np.isnan(greatest) else NOT_FINITE
+            continue
         inverse = min(1.0 / temperature, _MOST_INVERSE)
         if is_wide[row]:
             total = _weigh(numba.carray(float64s(addresses[row]), num), num, greatest, inverse, weights, sums)
@@ -327,19 +363,19 @@ class Draw:
     """What one row is drawn by.
 
     Attributes:
-        logits: `[vocab]` float32 or float64, contiguous; no NaN.
-        greatest: of them; finite.
+        logits: `[vocab]` float32 or float64, contiguous.
+        greatest: of them, where they are float64; else it is found.
         number: in [0, 1): the token is where the cumulative distribution comes to it.
     """
 
     logits: np.ndarray
-    greatest: float
     params: SamplingParams
     number: float
+    greatest: float = 0.0
 
 
 def draw_rows(draws: Sequence[Draw], num_threads: int) -> list[int]:
-    """The token of each; all have the same vocabulary.
+    """The token of each, or `NAN`, or `NOT_FINITE`; all have the same vocabulary.
 
     Where several tokens tie at the edge of `top_k`, all of them stay; at the edge of `top_p`, the lower ids.
     """
@@ -360,4 +396,4 @@ def draw_rows(draws: Sequence[Draw], num_threads: int) -> list[int]:
 
 def compile_kernel() -> None:
     """Now, and not when a request first draws."""
-    draw_rows([Draw(np.zeros(1, np.float32), 0.0, SamplingParams(), 0.0)], 1)
+    draw_rows([Draw(np.zeros(1, np.float32), SamplingParams(), 0.0)], 1)

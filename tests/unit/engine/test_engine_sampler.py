@@ -35,7 +35,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow], eos_token_ids: Seque
 
 
 def draw(logits: np.ndarray, params: SamplingParams, number: float) -> int:
-    (token_id,) = draw_rows([Draw(logits, float(logits.max()), params, number)], 1)
+    (token_id,) = draw_rows([Draw(logits, params, number, float(logits.max()))], 1)
     return token_id
 
 
@@ -246,6 +246,24 @@ def test_nan_is_an_error_and_masked_rows_are_not() -> None:
     assert 0 <= sample(logits_of(9), [SampleRow(SequenceState(()), stop_all)])[0].token_id < VOCAB
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bits", [0x7FC00000, 0xFFC00000, 0x7F800001, 0xFFFFFFFF])
+@pytest.mark.parametrize("place", [0, 11, VOCAB - 1])
+def test_nan_of_any_kind_and_place_is_found(temperature: float, bits: int, place: int) -> None:
+    logits = logits_of(9).numpy()
+    logits.view(np.uint32)[0, place] = bits
+    with pytest.raises(InternalError, match="NaN"):
+        sample(torch.from_numpy(logits), [SampleRow(SequenceState(()), SamplingParams(temperature=temperature))])
+
+
+@pytest.mark.parametrize("greatest", [float("inf"), -float("inf"), -3.4e38, -0.0, 3.4e38])
+def test_logits_at_the_ends_of_their_range_give_a_token(greatest: float) -> None:
+    logits = torch.full((1, VOCAB), -float("inf"))
+    logits[0, 7] = greatest
+    (token,) = sample(logits, [SampleRow(SequenceState(()), SamplingParams(seed=3))])
+    assert token.token_id == (0 if greatest == -float("inf") else 7)
+
+
 def test_a_row_that_fails_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """One row of NaN, one whose sampling raises: the rows around them get what they get alone."""
     logits = logits_of(9, rows=4)
@@ -331,7 +349,7 @@ def test_rows_of_one_call_are_drawn_each_by_itself() -> None:
     for row in range(40):
         logits = (rng.standard_normal(9000) * 4).astype(np.float64 if row % 3 == 0 else np.float32)
         cut = [{}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.02}][row % 4]
-        draws.append(Draw(logits, float(logits.max()), SamplingParams(temperature=0.7, **cut), rng.random()))
+        draws.append(Draw(logits, SamplingParams(temperature=0.7, **cut), rng.random(), float(logits.max())))
     alone = [draw_rows([one], 1)[0] for one in draws]
     for num_threads in (1, 2, 4):
         assert draw_rows(draws, num_threads) == alone

@@ -17,7 +17,7 @@ from types import FrameType
 from router.http.auth import digests_of_variable
 from router.server import RouterServer
 from tandem.core import config as configuration
-from tandem.core import fault_points
+from tandem.core import fault_points, garbage
 from tandem.core.errors import TandemError
 from tandem.core.logging import setup_logging
 from tandem.core.ready_file import write_ready_file
@@ -46,6 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         stop_asked = _on_signals()
         info = server.start()
+        garbage.settle()
     except TandemError as error:
         print(f"router: {error.message}", file=sys.stderr)
         return 2

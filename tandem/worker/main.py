@@ -10,7 +10,7 @@ import threading
 import uuid
 from pathlib import Path
 
-from tandem.core import fault_points
+from tandem.core import fault_points, garbage
 from tandem.core.config import load
 from tandem.core.errors import TandemError
 from tandem.core.logging import setup_logging
@@ -90,6 +90,7 @@ def _serve(worker_class: type[Worker], options: argparse.Namespace) -> int:
         threading.Thread(target=worker.stop if number == signal.SIGINT else drain_and_stop, daemon=True).start()
 
     info = worker.start()
+    garbage.settle()
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
     if options.ready_file:

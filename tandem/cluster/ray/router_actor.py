@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from tandem.cluster.ray.actor import ActorState, begin, model_dir_of, this_process, worker_host
 from tandem.cluster.ray.home import session_directory
 from tandem.cluster.spec import ClusterSpec
+from tandem.core import garbage
 from tandem.core.addresses import ANY_HOST, join_address
 from tandem.core.pidfd import host_id
 from tandem.rpc.permissions import PeerRole
@@ -56,6 +57,7 @@ class RouterActor:
                 siblings=_meeting_place(spec),
             )
             info = server.start()
+            garbage.settle()
             self._address, self._url = info.control_address, _url_of(spec, info.http_url)
             self._server = server
         return True

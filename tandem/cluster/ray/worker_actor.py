@@ -14,6 +14,7 @@ from tandem.cluster.ray.actor import ActorState, begin, model_dir_of, this_proce
 from tandem.cluster.ray.home import session_directory
 from tandem.cluster.ray.node_resources import kv_bytes_here
 from tandem.cluster.spec import ClusterSpec
+from tandem.core import garbage
 from tandem.core.errors import InternalError
 from tandem.core.identity import Role
 from tandem.core.pidfd import host_id
@@ -77,6 +78,7 @@ class WorkerActor:
         try:
             worker = self._make()
             worker.start()
+            garbage.settle()
         except BaseException as error:  # noqa: BLE001 - handed to the caller of `start`
             started.set_exception(error)
         else:

@@ -38,10 +38,10 @@ class ModelFacts:
     Attributes:
         name: the name under which the model is served when the configuration gives none.
         max_positions: tokens of prompt and output together that the model was made for.
-        num_parameters: elements of all tensors in the safetensors files, 0 when there are none.
+        num_parameters, num_bytes: of all tensors in the safetensors files, 0 when there are none.
         tensors_dtype: of all floating-point tensors in these files, whatever the config says; see `tensors_dtype`.
         has_experts: it is a mixture of experts.
-        quantized_bytes: of the tensors, where the checkpoint comes quantised; 0: it does not.
+        quantization: what the config says of that, where the checkpoint comes quantised.
     """
 
     name: str
@@ -53,9 +53,10 @@ class ModelFacts:
     num_kv_heads: int | None
     head_dim: int | None
     num_parameters: int
+    num_bytes: int = 0
     tensors_dtype: str = "float32"
     has_experts: bool = False
-    quantized_bytes: int = 0
+    quantization: dict[str, Any] | None = None
 
     def kv_bytes_per_token(self, dtype: str) -> int | None:
         """Bytes of K and V of one token in all layers, `None` when the shape is not known."""
@@ -124,9 +125,10 @@ def read_facts(path: str, directory: Path) -> ModelFacts:
         num_kv_heads=kv_heads if kv_heads is not None else heads,
         head_dim=head_dim,
         num_parameters=sum(math.prod(head.shape) for head in tensors.values()),
+        num_bytes=sum(head.num_bytes for head in tensors.values()),
         tensors_dtype=tensors_dtype(directory),
         has_experts=any(_first(text, name) for name in _EXPERTS),
-        quantized_bytes=sum(head.num_bytes for head in tensors.values()) if config.get("quantization_config") else 0,
+        quantization=config.get("quantization_config"),
     )
 
 
@@ -159,10 +161,20 @@ class TensorHead:
 
 
 def read_heads(directory: Path) -> dict[str, TensorHead]:
-    """Of all tensors of a checkpoint, by name. Raises `ModelLoadError` where a file is no safetensors file."""
+    """Of all tensors of a checkpoint, by name: of the files that its index names, where it has one.
+
+    Raises:
+        ModelLoadError: a file is no safetensors file, or is missing.
+    """
+    index = directory / "model.safetensors.index.json"
+    files = (
+        [directory / name for name in sorted(set(_read_json(index)["weight_map"].values()))]
+        if index.is_file()
+        else directory.glob("*.safetensors")
+    )
     return {
         name: TensorHead(tensor["dtype"], tuple(tensor["shape"]))
-        for file in directory.glob("*.safetensors")
+        for file in files
         for name, tensor in _read_head(file).items()
         if name != "__metadata__"
     }

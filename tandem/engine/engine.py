@@ -34,7 +34,6 @@ from tandem.engine.loader import Types
 from tandem.engine.paged_model import Decoder, PagedModel
 from tandem.engine.probe import probe_architecture
 from tandem.engine.quantized.loading import plain, scheme_of
-from tandem.engine.quantized.stored_linear import StoredLinear
 from tandem.engine.select_attention import select_backend
 
 __all__ = ["Engine", "SequenceInput"]
@@ -171,7 +170,7 @@ class Engine:
             target,
             tensors=_tensors_dtype(Path(model_dir)),
             quantize=quantize,
-            is_quantized=scheme is not None,
+            kept_as=scheme.kept_as if scheme is not None else "",
             can_widen=is_fast_here(),
             can_multiply_short=has_bfloat16_products(),
         )
@@ -260,16 +259,14 @@ def _fuse_on_cpu(model: PreTrainedModel, layout: KVLayout, types: Types, num_thr
     """How many parts of which kind are replaced, and whose linear layers serve."""
     if layout.dtype != "float32":
         return "none", "torch"
-    asked = Rounding(loader.QUANTIZED[types.quantized]) if types.quantized else None
-    stored = next((module for module in model.modules() if isinstance(module, StoredLinear)), None)
+    is_asked = types.quantized and not types.only_stored
+    asked = Rounding(loader.QUANTIZED[types.quantized]) if is_asked else None
     fused, linear = fuse(model, layout, num_threads, asked), pack(model, num_threads, asked)
     widen(model)
     if types.multiplied == "bfloat16":
         multiply_by_two(model)
     if types.quantized:
         linear += f" {types.quantized}"
-    elif stored is not None:
-        linear += f" {stored.scheme.kept_as}"
     elif types.multiplied == "bfloat16":
         linear += " by two"
     return fused, linear

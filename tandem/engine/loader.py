@@ -22,13 +22,14 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
-from tandem.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from tandem.core.errors import ConfigError, ModelLoadError, TandemError, UnsupportedModelError
 from tandem.core.pooling import Pooling, PoolingTask
 from tandem.engine.arena import TORCH_DTYPES
 from tandem.engine.attention.interface import ATTENTION_NAME
 from tandem.engine.layout import KVLayout
 from tandem.engine.pooling_model import PoolingModel
-from tandem.engine.quantized.loading import scheme_of, to_be_loaded
+from tandem.engine.quantized.loading import check_all_is_understood, scheme_of, to_be_loaded
+from tandem.engine.quantized.stored_linear import StoredLinear
 
 # Says where a model comes from or how it is run, not what it computes.
 _CONFIG_NOISE = frozenset(
@@ -79,12 +80,14 @@ class Types:
         multiplied: of both factors in linear layers; sums are of `computed`.
         quantized: `int8` or `int4`: to whole numbers of so many bits the weights of linear layers are rounded once they
             are in memory; empty: they stay.
+        only_stored: but those of linear layers stay that do not come quantised.
     """
 
     computed: str
     stored: str
     multiplied: str
     quantized: str = ""
+    only_stored: bool = False
 
     @classmethod
     def all_of(cls, dtype: str) -> Types:
@@ -98,7 +101,7 @@ def choose_types(
     *,
     tensors: str,
     quantize: str = "none",
-    is_quantized: bool = False,
+    kept_as: str = "",
     can_widen: bool,
     can_multiply_short: bool,
 ) -> Types:
@@ -107,7 +110,7 @@ def choose_types(
     Args:
         tensors: the type of the checkpoint's tensors, whatever its config says: what they hold is to stay.
         quantize: `none`, or how weights are rounded.
-        is_quantized: the checkpoint comes with weights of fewer bits, which stay so unless `quantize` says other ones.
+        kept_as: of a checkpoint that comes quantised, what those weights are kept as unless `quantize` says it.
         can_widen: linear layers can have weights of 16 bits and compute in float32, on this CPU.
         can_multiply_short: they can multiply bfloat16 as it is, on this CPU.
     """
@@ -118,12 +121,12 @@ def choose_types(
     own = str(getattr(config, "dtype", None)).removeprefix("torch.")
     own = own if own in TORCH_DTYPES else "float32"
     stored = tensors if can_widen and tensors in TORCH_DTYPES else "float32"
-    if is_quantized and (device.type != "cpu" or not can_widen):
+    if kept_as and (device.type != "cpu" or not can_widen):
         raise UnsupportedModelError(
             f"quantised checkpoints are served on CPUs with fused vector arithmetic, not yet on {device}; take its "
             "plain weights there"
         )
-    if quantize != "none" or is_quantized:
+    if quantize != "none" or kept_as:
         if device.type != "cpu" or not can_widen:
             raise ConfigError(
                 f"model.quantize rounds weights for CPUs with fused vector arithmetic, not for {device}; leave it out",
@@ -134,7 +137,8 @@ def choose_types(
                 f"with weights of fewer than 16 bits all is computed in float32; leave model.dtype: {dtype} out",
                 key="model.dtype",
             )
-        return Types("float32", stored, "float32", "" if quantize == "none" else quantize)
+        only_stored = quantize == "none"
+        return Types("float32", stored, "float32", kept_as if only_stored else quantize, only_stored)
     if device.type != "cpu":
         return Types.all_of(own if dtype == "auto" else dtype)
     asked = own if dtype == "auto" else dtype
@@ -176,8 +180,11 @@ def load_model(
             trust_remote_code=False,
             output_loading_info=True,
         )
+    except TandemError:
+        raise
     except Exception as error:
         raise ModelLoadError(f"cannot load {model_dir}: {type(error).__name__}: {error}") from error
+    check_all_is_understood(Path(model_dir), model, report.get("unexpected_keys") or ())
     # `transformers` fills what it misses with random numbers and only warns.
     for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
         if report.get(problem):
@@ -231,7 +238,7 @@ def _head_of(model: PreTrainedModel, pooling: Pooling) -> nn.Module:
     if pooling.task is PoolingTask.EMBED:
         return nn.Identity()
     head = getattr(model, "score", None)
-    if not isinstance(head, nn.Linear):
+    if not isinstance(head, nn.Linear | StoredLinear):
         raise UnsupportedModelError(f"{type(model).__name__} has no linear layer `score`; such heads are not served")
     return head
 

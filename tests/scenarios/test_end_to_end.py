@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import statistics
 import threading
 import time
 from collections.abc import Iterator
@@ -295,7 +294,9 @@ def test_where_the_time_of_each_request_went_adds_up(cluster: ProcessCluster) ->
         assert all(0.0 <= work["begin_s"] <= work["end_s"] <= 1.01 * age_s for work in told["work"]), told["work"]
         unnamed.append((e2e_s - age_s) / e2e_s)
     # What has no name is of the client itself: here it shares the cores with the cluster and with other tests.
-    assert abs(statistics.median(unnamed)) < 0.1, unnamed
+    unnamed.sort(key=abs)
+    assert abs(unnamed[len(unnamed) // 4]) < 0.02, unnamed
+    assert abs(unnamed[len(unnamed) // 2]) < 0.1, unnamed
 
 
 def test_idle_processes_cost_nothing(cluster: ProcessCluster) -> None:

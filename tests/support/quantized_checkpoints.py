@@ -26,14 +26,17 @@ class Kind:
     encode: Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
 
 
-def write(plain: Path, kind: Kind, quantized: Path, same: Path) -> None:
-    """Of the checkpoint `plain`, whose heads stay: one that `kind` quantises, and a float32 one with those weights."""
+def write(plain: Path, kind: Kind, quantized: Path, same: Path, *, but: str = "lm_head") -> None:
+    """Of the checkpoint `plain`: one that `kind` quantises, and a float32 one with those weights.
+
+    Heads stay, and so do layers whose names have `but`.
+    """
     for target in (quantized, same):
         shutil.copytree(plain, target)
     short: Tensors = {}
     wide: Tensors = {}
     for name, tensor in load_file(plain / "model.safetensors").items():
-        if tensor.dim() == 2 and ".layers." in name and name.endswith(".weight"):
+        if tensor.dim() == 2 and ".layers." in name and but not in name:
             encoded, weight = kind.encode(tensor.float())
             layer = name.removesuffix(".weight")
             short |= {f"{layer}.{own}": part.contiguous() for own, part in encoded.items()}
@@ -51,9 +54,19 @@ def write(plain: Path, kind: Kind, quantized: Path, same: Path) -> None:
 
 
 def gptq(
-    bits: int = 4, group: int = 32, *, symmetric: bool = True, ordered: bool = False, version: str = "gptq"
+    bits: int = 4,
+    group: int = 32,
+    *,
+    symmetric: bool = True,
+    ordered: bool = False,
+    version: str = "gptq",
+    negative: bool = False,
 ) -> Kind:
-    """`qweight` is packed along the inputs, zeros along the outputs, and stored less one but for version 2."""
+    """`qweight` is packed along the inputs, zeros along the outputs, and stored less one but for version 2.
+
+    Args:
+        negative: every other group has a negative scale, as AutoRound writes them.
+    """
 
     def encode(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         num_in = weight.shape[1]
@@ -62,6 +75,9 @@ def gptq(
         if ordered:
             groups = groups[torch.randperm(num_in, generator=torch.Generator().manual_seed(1))]
         numbers, zeros, scales = _rounded(weight, groups, bits, symmetric)
+        if negative:
+            numbers[:, groups % 2 == 1] = (2**bits - numbers[:, groups % 2 == 1]).clamp(max=2**bits - 1)
+            scales[:, 1::2] *= -1
         off = 0 if version == "gptq_v2" else 1
         tensors = {
             "qweight": _packed(numbers.T, bits, along=0),
@@ -94,41 +110,47 @@ def awq(group: int = 32) -> Kind:
     return Kind({"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}, encode)
 
 
-def compressed(bits: int = 4, group: int = 32, *, symmetric: bool = True) -> Kind:
+def compressed(bits: int = 4, group: int = 32, *, symmetric: bool = True, ordered: bool = False) -> Kind:
     """Packed along the inputs, less half of the range; zero points along the outputs."""
 
     def encode(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         size = weight.shape[1] if group == -1 else group
         groups = torch.arange(weight.shape[1]) // size
+        if ordered:
+            groups = groups[torch.randperm(len(groups), generator=torch.Generator().manual_seed(1))]
         numbers, zeros, scales = _rounded(weight, groups, bits, symmetric)
         tensors = {
             "weight_packed": _packed(numbers, bits, along=1),
             "weight_scale": scales.half(),
             "weight_shape": torch.tensor(weight.shape),
         }
+        if ordered:
+            tensors["weight_g_idx"] = groups.int()
         if not symmetric:
             tensors["weight_zero_point"] = _packed(zeros, bits, along=0)
         return tensors, (numbers - zeros[:, groups]) * scales[:, groups]
 
     weights = {
         "num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "channel" if group == -1 else "group",
-        "group_size": None if group == -1 else group, "actorder": None,
+        "group_size": None if group == -1 else group, "actorder": "group" if ordered else None,
     }  # fmt: skip
     return Kind(_compressed_said("pack-quantized", weights), encode)
 
 
-def plain_numbers(kind: str) -> Kind:
-    """`int8` or `float8`, a number an element and a scale an output."""
+def plain_numbers(kind: str, *, whole: bool = False) -> Kind:
+    """`int8` or `float8`, a number an element and a scale an output, or one for all."""
 
     def encode(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         most = 127.0 if kind == "int8" else 448.0
-        scales = (weight.abs().amax(dim=1, keepdim=True) / most).half().float()
+        greatest = weight.abs().max().view(1) if whole else weight.abs().amax(dim=1, keepdim=True)
+        scales = (greatest / most).half().float()
         scaled = weight / scales
         stored = scaled.round().clamp(-128, 127).to(torch.int8) if kind == "int8" else scaled.to(torch.float8_e4m3fn)
         return {"weight": stored, "weight_scale": scales.half()}, stored.float() * scales
 
     weights = {
-        "num_bits": 8, "type": kind.removesuffix("8"), "symmetric": True, "strategy": "channel", "group_size": None,
+        "num_bits": 8, "type": kind.removesuffix("8"), "symmetric": True, "group_size": None,
+        "strategy": "tensor" if whole else "channel",
     }  # fmt: skip
     return Kind(_compressed_said("int-quantized" if kind == "int8" else "float-quantized", weights), encode)
 

@@ -28,8 +28,10 @@ from tandem.core.clock import MonotonicClock
 from tandem.core.config import CacheConfig, Config, HttpConfig, PoolConfig, SecurityConfig
 from tandem.core.errors import ConfigError, TandemError
 from tandem.core.identity import WORKER_ROLES, Role
-from tandem.core.model_path import ModelFacts, read_facts, resolve_model, shown_name
+from tandem.core.model_path import ModelFacts, read_facts, read_heads, resolve_model, shown_name
 from tandem.core.version import DISTRIBUTION, TOP_LEVEL_NAMES, version
+from tandem.engine.quantized.scheme import read_scheme
+from tandem.engine.quantized.shapes import loaded_bytes
 from tandem.rpc.security import is_loopback
 
 WORKER_OVERHEAD_BYTES = 600 << 20
@@ -190,6 +192,16 @@ class Preflight:
 
     def check_model(self) -> Finding:
         facts, dtype = self.facts, self.dtype
+        if facts.quantization is not None:
+            read_scheme(facts.quantization)
+            if self._on_gpu:
+                raise ConfigError(
+                    f"{facts.name} comes quantised, which is served on CPUs only; take its plain weights, or no GPUs",
+                    key="model.path",
+                )
+            if dtype != "float32" or self.config.model.dtype not in ("auto", "float32"):
+                said = f"{facts.name} comes quantised, and is computed in float32; leave model.dtype out"
+                raise ConfigError(said, key="model.dtype")
         weights = human_bytes(self.weight_bytes)
         detail = f"{facts.name}: {facts.architecture}, {dtype}, weights {weights}, {facts.directory}"
         return Finding("model", "ok", detail)
@@ -343,8 +355,8 @@ class Preflight:
 
     @property
     def weight_bytes(self) -> int:
-        if self.facts.quantized_bytes:  # of 4 bits with zero points come 8; no layer but one is there twice
-            return 2 * self.facts.quantized_bytes
+        if self.facts.quantization is not None:
+            return loaded_bytes(read_heads(self.facts.directory), read_scheme(self.facts.quantization))
         stored = self.facts.weight_bytes(self._stored_dtype)
         # Rounding needs both for a while; how much of the one is free by then depends on how they lie.
         return stored if self.config.model.quantize == "none" else stored * 3 // 2

@@ -37,6 +37,7 @@ from tandem.core.config import Config
 from tandem.core.errors import ConfigError, ForbiddenError, InternalError, TandemError, WorkerLostError
 from tandem.core.identity import Role
 from tandem.core.version import version
+from tandem.engine.quantized.scheme import read_scheme
 from tandem.rpc.channel import make_channel
 from tandem.rpc.permissions import PeerRole
 from tandem.rpc.security import configure
@@ -376,10 +377,10 @@ class Serving:
     def _say_plan(self, plan: Plan) -> None:
         pools, facts = plan.config.pools, plan.facts
         share, dtype = plan.kv_bytes[Role.DECODE], plan.weights_dtype
-        weights = human_bytes(facts.weight_bytes(dtype))
-        self._reporter.line(
-            f"  model       {facts.name} ({facts.architecture}, {weights} in {dtype}) from {facts.directory}"
-        )
+        size = f"{human_bytes(facts.weight_bytes(dtype))} in {dtype}"
+        if facts.quantization is not None:
+            size = f"{human_bytes(facts.num_bytes)}, {read_scheme(facts.quantization).describe()}"
+        self._reporter.line(f"  model       {facts.name} ({facts.architecture}, {size}) from {facts.directory}")
         self._reporter.line(
             f"  pools       {pools.prefill.workers} prefill, {pools.decode.workers} decode"
             + (f", {pools.routers} routers; " if pools.routers > 1 else "; ")

@@ -30,10 +30,8 @@ _words = words(len(_ARGUMENTS))
 
 #: Weights below e to this are 0: beside the likeliest token's 1 they change no sum.
 _LEAST_EXPONENT = -700.0
-#: Of a temperature; what is infinite times the likeliest token's 0 would be no number.
-_MOST_INVERSE = 1e300
 _LOG2_E = 1.4426950408889634
-#: ln 2 in two parts; the first has zeros at its end, so that its product with an exponent is exact.
+#: ln 2 in two parts; the first has zeros at its end, so that its product with an exponent rounds little.
 _LN2_HIGH, _LN2_LOW = 0.6931471803691238, 1.9082149292705877e-10
 #: Factors of the powers of what is left.
 _TAYLOR = tuple(1.0 / math.factorial(power) for power in range(13))
@@ -43,6 +41,7 @@ _BELOW_SIGN, _INFINITE = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
 
 #: In place of a token: where a logit is NaN; where the greatest is infinite, so that there is no distribution.
 NAN, NOT_FINITE = -1, -2
+_UNDRAWN = -3
 
 #: Tokens whose weights are summed by themselves, so that the one that is drawn is found among few.
 _BLOCK = 512
@@ -106,7 +105,7 @@ def _greatest(bits, num):  # type: ignore[no-untyped-def] # pragma: no cover - c
 def _weigh(logits, num, greatest, inverse, weights, sums):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """Write `exp((logits - greatest) * inverse)` and its sums by block. Returns the sum of all.
 
-    2 to the nearest whole power, times a series that is exact to float64 over the half powers beside it.
+    2 to the nearest whole power, times a series over the half powers beside it: exact to some 1e-14.
     """
     total = 0.0
     for first in range(0, num, _BLOCK):
@@ -347,7 +346,7 @@ def _draw_rows(first, end, arguments):  # type: ignore[no-untyped-def] # pragma:
         if not np.isfinite(greatest):
             tokens[row] = NAN if np.isnan(greatest) else NOT_FINITE
             continue
-        inverse = min(1.0 / temperature, _MOST_INVERSE)
+        inverse = 1.0 / temperature  # below some temperature a row is greedy, and not drawn
         if is_wide[row]:
             total = _weigh(numba.carray(float64s(addresses[row]), num), num, greatest, inverse, weights, sums)
         else:
@@ -379,7 +378,11 @@ def draw_rows(draws: Sequence[Draw], num_threads: int) -> list[int]:
 
     Where several tokens tie at the edge of `top_k`, all of them stay; at the edge of `top_p`, the lower ids.
     """
-    count = len(draws)
+    count, vocab_size = len(draws), len(draws[0].logits)
+    for draw in draws:  # the kernel reads by address
+        values = draw.logits
+        if values.dtype.char not in "fd" or values.shape != (vocab_size,) or not values.flags.c_contiguous:
+            raise ValueError(f"logits {values.dtype} {values.shape}, not {vocab_size} float32 or float64 without gaps")
     addresses = np.array([draw.logits.ctypes.data for draw in draws], np.int64)
     is_wide = np.array([draw.logits.dtype == np.float64 for draw in draws], np.int64)
     reals = np.empty((count, _REALS))
@@ -387,10 +390,12 @@ def draw_rows(draws: Sequence[Draw], num_threads: int) -> list[int]:
         params = draw.params
         reals[row] = draw.greatest, params.temperature, params.top_p, params.min_p, draw.number
     top_ks = np.array([draw.params.top_k for draw in draws], np.int64)
-    tokens = np.empty(count, np.int64)
+    tokens = np.full(count, _UNDRAWN, np.int64)
     arrays = addresses, is_wide, reals, top_ks, tokens
-    _draw_kernel(num_threads, count, len(draws[0].logits), *(array.ctypes.data for array in arrays))
+    _draw_kernel(num_threads, count, vocab_size, *(array.ctypes.data for array in arrays))
     found: list[int] = tokens.tolist()
+    if _UNDRAWN in found:
+        raise MemoryError(f"no memory to draw {count} rows of {vocab_size} tokens")
     return found
 
 

@@ -16,8 +16,8 @@ GROUP = 128
 # What a scale of 4 bits may be, relative to the one by which the greatest weight of its group is exact: smaller ones
 # cut that off, and are finer for all others.
 _CUTS = [1.0 - 0.05 * number for number in range(8)]
-# Where the weights are whole numbers of a scale: the greatest of them may be any.
-_EXACT_CUTS = [7 / number for number in range(8, 0, -1)]
+# Where the weights are whole numbers of a scale: the greatest of them may be any, and the scale negative.
+_EXACT_CUTS = [sign * 7 / number for number in range(8, 0, -1) for sign in (1, -1)]
 # So many weights are converted at a time.
 _AT_ONCE = 1 << 22
 

@@ -143,8 +143,10 @@ class _Attempt:
 
 def fuse_rms_norm(module: nn.Module, kit: Kit) -> Any:
     """The replacement of an RMSNorm, whatever its class; `None` for anything else."""
+    if list(module.state_dict()) != ["weight"]:
+        return None
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if list(module.state_dict()) != ["weight"] or not isinstance(weight, torch.Tensor) or not isinstance(eps, float):
+    if not isinstance(weight, torch.Tensor) or not isinstance(eps, float):
         return None
     if weight.dim() != 1 or not kit.takes_rows(len(weight)) or not _takes_rows_alone(module):
         return None
@@ -346,7 +348,9 @@ def _rotary_dim(model: PreTrainedModel) -> int | None:
 def _linear_children(module: nn.Module, names: tuple[str, ...]) -> list[nn.Linear] | None:
     children = dict(module.named_children())
     found = [children.get(name) for name in names]
-    return found if all(type(child) in LINEAR for child in found) else None  # type: ignore[return-value]
+    kinds = {type(child) for child in found}
+    # Products that come quantised and such that do not are not put together, nor rounded alike.
+    return found if len(kinds) == 1 and kinds <= set(LINEAR) else None  # type: ignore[return-value]
 
 
 def _takes_rows_alone(module: nn.Module) -> bool:

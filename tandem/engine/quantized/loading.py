@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,22 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from tandem.core.errors import ModelLoadError, UnsupportedModelError
-from tandem.core.model_path import TensorHead, read_heads
+from tandem.core.model_path import read_heads
 from tandem.engine.quantized.scheme import Scheme, read_scheme
+from tandem.engine.quantized.shapes import by_layer, check
 from tandem.engine.quantized.stored_linear import StoredLinear
 
 #: What `transformers` calls this way of loading.
 _METHOD = "tandem"
 _TYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
-    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
+    "I64": torch.int64, "I32": torch.int32, "I8": torch.int8,
 }  # fmt: skip
+#: Of numbers that are no weights by themselves.
+_QUANTIZED_TYPES = {"F8_E4M3", "F8_E5M2", "I8", "U8", "I32"}
+#: Ends of names without which weights are other ones; but for those of inputs, and of K and V.
+_MEANINGFUL = ("scale", "scales", "scale_inv", "qweight", "qzeros", "zero_point", "weight_packed", "g_idx")
+_WITHOUT_MEANING = {"input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "input_zero_point"}
 
 
 def scheme_of(config: PreTrainedConfig) -> Scheme | None:
@@ -76,26 +80,27 @@ class _StoredQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_options: Any) -> None:
         config: _StoredConfig = self.quantization_config
         scheme = read_scheme(config.said)
-        tensors: dict[str, dict[str, TensorHead]] = defaultdict(dict)
-        for name, head in read_heads(Path(config.model_dir)).items():
-            layer, _, own = name.rpartition(".")
-            tensors[layer][own] = head
-        mark = scheme.tensors[0]
+        tensors, mark = by_layer(read_heads(Path(config.model_dir))), scheme.tensors[0]
         layers = [layer for layer, of_layer in tensors.items() if mark in of_layer]
         if not layers:
             said = scheme.describe()
             raise ModelLoadError(f"{config.model_dir} has no tensor *.{mark}, though its config says {said}")
         modules = dict(model.named_modules())
         for layer in layers:
-            module = modules.get(layer)
+            place = _place(layer, modules, model.base_model_prefix)
+            module, of_layer = modules.get(place), tensors[layer]
             if type(module) is not nn.Linear:
                 kind = "no part of the model" if module is None else f"a {type(module).__name__}"
                 raise UnsupportedModelError(f"{config.model_dir}: {layer} is quantised, and {kind}, not a linear layer")
-            if missing := [name for name in scheme.tensors if name not in tensors[layer]]:
-                raise ModelLoadError(f"{config.model_dir}: {layer} lacks {', '.join(missing)} ({scheme.describe()})")
-            empty = {own: _empty(name=f"{layer}.{own}", head=head) for own, head in tensors[layer].items()}
-            stored = StoredLinear(scheme, module.in_features, module.out_features, empty)
-            model.set_submodule(layer, stored)
+            if module is model.get_output_embeddings() and model.config.get_text_config().tie_word_embeddings:
+                raise UnsupportedModelError(f"{config.model_dir}: {layer} is quantised, and tied to the embedding")
+            if module.bias is not None and "bias" not in of_layer:
+                raise ModelLoadError(f"{config.model_dir}: {layer} lacks its bias")
+            check(layer, of_layer, scheme, module.in_features, module.out_features)
+            empty = {
+                own: torch.empty(head.shape, dtype=_TYPES[head.dtype], device="meta") for own, head in of_layer.items()
+            }
+            model.set_submodule(place, StoredLinear(layer, scheme, module.in_features, module.out_features, empty))
 
     def is_serializable(self) -> bool:
         return False
@@ -105,7 +110,24 @@ class _StoredQuantizer(HfQuantizer):  # type: ignore[misc]
         return False
 
 
-def _empty(name: str, head: TensorHead) -> torch.Tensor:
-    if head.dtype not in _TYPES:
-        raise ModelLoadError(f"{name} is of the type {head.dtype}, which is not known here")
-    return torch.empty(head.shape, dtype=_TYPES[head.dtype], device="meta")
+def _place(layer: str, modules: Mapping[str, nn.Module], prefix: str) -> str:
+    """The name in the model: with or without the prefix of a model within another, as `transformers` has it too."""
+    names = layer, layer.removeprefix(f"{prefix}."), f"{prefix}.{layer}"
+    return next((name for name in names if name in modules), layer)
+
+
+def check_all_is_understood(model_dir: Path, model: nn.Module, unexpected: Iterable[str]) -> None:
+    """Raises `UnsupportedModelError` where a checkpoint holds numbers that mean something else than they would be taken
+    for: whole ones and float8 of layers that nothing says to be quantised, and scales that nobody reads."""
+    layers = [module for module in model.modules() if isinstance(module, StoredLinear)]
+    stored = {f"{layer.name}.{own}" for layer in layers for own in layer.state_dict()}
+    for name, head in read_heads(model_dir).items():
+        if name not in stored and head.dtype in _QUANTIZED_TYPES and name.endswith("weight"):
+            raise UnsupportedModelError(
+                f"{model_dir}: {name} is {head.dtype}, and quantization_config in config.json does not say what that "
+                "means; take a checkpoint that does"
+            )
+    for name in sorted(unexpected):
+        own = name.rpartition(".")[2]
+        if own.endswith(_MEANINGFUL) and own not in _WITHOUT_MEANING:
+            raise UnsupportedModelError(f"{model_dir}: nothing here knows what {name} is for; it is not served so")

@@ -43,6 +43,7 @@ class Scheme:
         symmetric: zero is the middle of the numbers: no layer has zero points.
         offset: what is added to a zero point as it is stored.
         ordered: groups are not of neighbours, as a table says (`g_idx`).
+        is_float: numbers are float8, not whole.
     """
 
     packing: Packing
@@ -51,12 +52,13 @@ class Scheme:
     symmetric: bool = True
     offset: int = 0
     ordered: bool = False
+    is_float: bool = False
 
     @property
     def kept_as(self) -> str:
         """What weights are rounded to when they are packed: `int4` where that holds the same numbers, or `int8`."""
         has_fours = self.bits == 4 and self.symmetric and not self.ordered and self.packing is not Packing.AWQ
-        return "int4" if has_fours and self.group_size else "int8"
+        return "int4" if has_fours and self.group_size and self.group_size % 2 == 0 else "int8"
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -82,7 +84,11 @@ def read_scheme(config: Mapping[str, Any]) -> Scheme:
 
 def _gptq(config: Mapping[str, Any]) -> Scheme:
     bits = _bits(config, "bits", (2, 4, 8))
-    version = str(config.get("checkpoint_format", "gptq"))
+    version = _one_of(config, ("checkpoint_format", "format"), "gptq")
+    if config.get("pack_dtype", "int32") != "int32":
+        raise _refused(f"pack_dtype {config['pack_dtype']!r} of GPTQ", "int32")
+    if others := [rule for rule in config.get("dynamic") or {} if not rule.startswith("-:")]:
+        raise _refused(f"layers that are quantised in other ways (dynamic: {', '.join(others[:3])})", "one way for all")
     if version not in ("gptq", "gptq_v2"):
         raise _refused(f"checkpoint_format {version!r} of GPTQ", "gptq or gptq_v2")
     return Scheme(
@@ -96,27 +102,29 @@ def _gptq(config: Mapping[str, Any]) -> Scheme:
 
 
 def _awq(config: Mapping[str, Any]) -> Scheme:
-    version = str(config.get("version", "gemm")).lower()
+    version = _one_of(config, ("version", "format"), "gemm")
     if version != "gemm":
         raise _refused(f"version {version!r} of AWQ", "gemm")
     bits = _bits(config, "bits" if "bits" in config else "w_bit", (4,))
     size = _group_size(config, "group_size" if "group_size" in config else "q_group_size")
-    return Scheme(Packing.AWQ, bits, size, symmetric=not config.get("zero_point", True))
+    return Scheme(Packing.AWQ, bits, size, symmetric=False)
 
 
 def _fp8(config: Mapping[str, Any]) -> Scheme:
     block = config.get("weight_block_size")
     if not isinstance(block, list | tuple) or len(block) != 2 or block[0] != block[1]:
         raise _refused(f"weight_block_size {block!r} of fp8", "a square, as [128, 128]")
-    return Scheme(Packing.BLOCKS, 8, int(block[0]))
+    return Scheme(Packing.BLOCKS, 8, int(block[0]), is_float=True)
 
 
 def _compressed(config: Mapping[str, Any]) -> Scheme:
     groups = list((config.get("config_groups") or {}).values())
     if len(groups) != 1:
         raise _refused(f"{len(groups)} groups of layers, each quantised its own way,", "one")
-    if config.get("sparsity_config") not in (None, {}):
-        raise _refused("sparsity_config", "dense weights")
+    if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        raise _refused(f"sparsity_config {config['sparsity_config']['format']!r}", "dense weights")
+    if config.get("transform_config"):
+        raise _refused("transform_config", "layers that compute their weight and nothing else")
     weights = groups[0].get("weights") or {}
     form = str(groups[0].get("format") or config.get("format"))
     kind, strategy = str(weights.get("type", "int")), str(weights.get("strategy"))
@@ -126,18 +134,27 @@ def _compressed(config: Mapping[str, Any]) -> Scheme:
     symmetric = bool(weights.get("symmetric", True))
     ordered = weights.get("actorder") not in (None, False, "weight", "static")
     if form == "pack-quantized":
+        if strategy == "tensor":
+            raise _refused("pack-quantized with one scale a layer", "group or channel")
         bits = _bits(weights, "num_bits", (4, 8))
         return Scheme(Packing.COMPRESSED, bits, size, symmetric=symmetric, ordered=ordered)
     if form in ("int-quantized", "float-quantized", "naive-quantized"):
         if not symmetric or ordered or size:
             raise _refused(f"{form} with zero points or groups", "symmetric weights with a scale an output")
-        if kind == "float":
-            _bits(weights, "num_bits", (8,))
-        return Scheme(Packing.PLAIN, 8)
+        _bits(weights, "num_bits", (8,))
+        return Scheme(Packing.PLAIN, 8, is_float=kind == "float")
     raise _refused(f"format {form!r} of compressed-tensors", "pack-quantized, int-quantized or float-quantized")
 
 
 _READERS = {"gptq": _gptq, "awq": _awq, "fp8": _fp8, "compressed-tensors": _compressed}
+
+
+def _one_of(config: Mapping[str, Any], keys: tuple[str, ...], default: str) -> str:
+    """What the keys say that there are. Raises where they contradict each other."""
+    said = {str(config[key]).lower() for key in keys if config.get(key) is not None}
+    if len(said) > 1:
+        raise _refused(f"{' and '.join(keys)} that differ", "one format")
+    return said.pop() if said else default
 
 
 def _bits(config: Mapping[str, Any], key: str, known: tuple[int, ...]) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from tandem.core.errors import ModelLoadError
 from tandem.engine.quantized.scheme import Packing, Scheme
 
 _WORD_BITS = 32
@@ -25,15 +26,22 @@ def _gptq(tensors: Tensors, scheme: Scheme) -> torch.Tensor:
     `[K]`, the groups, where there is one."""
     numbers = _numbers(tensors["qweight"].T, scheme.bits)  # [N, K]
     zeros = (_numbers(tensors["qzeros"], scheme.bits) + scheme.offset) & ((1 << scheme.bits) - 1)  # [groups, N]
-    order = tensors.get("g_idx")
-    groups = _neighbours(numbers.shape[1], len(zeros)) if order is None else order.long()
+    num_in, num_out = tensors["g_idx"].shape[0] if "g_idx" in tensors else numbers.shape[1], numbers.shape[0]
+    numbers, zeros = numbers[:, :num_in], zeros[:, :num_out]
+    if scheme.symmetric and not bool((zeros == 1 << (scheme.bits - 1)).all()):
+        raise ModelLoadError("it has zero points, and its config says sym: true; is checkpoint_format the right one?")
+    groups = neighbours = _neighbours(num_in, scheme)
+    if (order := tensors.get("g_idx")) is not None:
+        groups = order.long()
+        if not scheme.ordered and not torch.equal(groups, neighbours):
+            raise ModelLoadError("its groups are not of neighbours (g_idx), though its config says desc_act: false")
     return _scaled(numbers, zeros.T, tensors["scales"].T, groups)
 
 
 def _awq(tensors: Tensors, scheme: Scheme) -> torch.Tensor:
     """`qweight` int32 `[K, N / 8]`, `qzeros` int32 `[groups, N / 8]`, `scales` `[groups, N]`."""
     numbers, zeros = (_dealt(_numbers(tensors[name], scheme.bits)) for name in ("qweight", "qzeros"))
-    groups = _neighbours(len(numbers), len(zeros))
+    groups = _neighbours(len(numbers), scheme)
     return _scaled(numbers.T, zeros.T, tensors["scales"].T, groups)
 
 
@@ -50,10 +58,9 @@ def _compressed(tensors: Tensors, scheme: Scheme) -> torch.Tensor:
     numbers = _numbers(tensors["weight_packed"], scheme.bits)[:, :num_in] - half
     scales = tensors["weight_scale"]
     zeros = torch.zeros(scales.shape, dtype=torch.int32)
-    if (packed := tensors.get("weight_zero_point")) is not None:
-        zeros = (_numbers(packed.T, scheme.bits)[:, :num_out] - half).T
-    order = tensors.get("weight_g_idx")
-    groups = _neighbours(num_in, scales.shape[1]) if order is None else order.long()
+    if not scheme.symmetric:
+        zeros = (_numbers(tensors["weight_zero_point"].T, scheme.bits)[:, :num_out] - half).T
+    groups = tensors["weight_g_idx"].long() if scheme.ordered else _neighbours(num_in, scheme)
     return _scaled(numbers, zeros, scales, groups)
 
 
@@ -64,7 +71,7 @@ def _plain(tensors: Tensors, _scheme: Scheme) -> torch.Tensor:
 
 def _blocks(tensors: Tensors, scheme: Scheme) -> torch.Tensor:
     """`weight` float8 `[N, K]`, `weight_scale_inv` `[N / block, K / block]`, both rounded up: what to multiply with."""
-    weight = tensors["weight"].float()
+    weight = tensors["weight"].to(torch.float32, copy=True)
     scales = tensors["weight_scale_inv"].float()
     size = scheme.group_size
     for rows, of_rows in zip(weight.split(size), scales, strict=True):
@@ -87,9 +94,9 @@ def _numbers(words: torch.Tensor, bits: int) -> torch.Tensor:
     return ((words[..., None] >> shifts) & ((1 << bits) - 1)).flatten(1)
 
 
-def _neighbours(num_in: int, num_groups: int) -> torch.Tensor:
+def _neighbours(num_in: int, scheme: Scheme) -> torch.Tensor:
     """The group of each input."""
-    return torch.arange(num_in) // -(-num_in // num_groups)
+    return torch.arange(num_in) // (scheme.group_size or num_in)
 
 
 def _scaled(numbers: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:

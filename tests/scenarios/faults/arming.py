@@ -64,6 +64,9 @@ class Points:
 
     def clear(self) -> None:
         """Disarm everything and forget what was reached; who is held goes on first."""
+        for file in self.directory.iterdir():
+            if file.suffix != ".hit":  # first, so that nobody comes to be held from now on
+                file.unlink(missing_ok=True)
         for file in self.directory.glob("*.hit"):
             file.with_suffix(".go").touch()
         time.sleep(10 * _LOOK_S)  # whoever is held looks every 2 ms

@@ -16,8 +16,10 @@ from tandem.cluster.checks.host import Host, human_bytes, this_host
 from tandem.cluster.checks.preflight import WORKER_OVERHEAD_BYTES, Preflight, check_room, share_of_gpu
 from tandem.cluster.serve.banner import ready_banner
 from tandem.core.config import from_dict, load
-from tandem.core.errors import ConfigError, ModelLoadError
-from tandem.core.model_path import read_facts, resolve_model
+from tandem.core.errors import ConfigError, ModelLoadError, TandemError, UnsupportedModelError
+from tandem.core.model_path import TensorHead, read_facts, resolve_model
+from tandem.engine.quantized.scheme import read_scheme
+from tandem.engine.quantized.shapes import loaded_bytes
 from tests.support import ports
 
 GIB = 1 << 30
@@ -186,7 +188,6 @@ def test_on_a_gpu_pages_get_a_share_of_what_weights_leave() -> None:
         ({}, {"dtype": "float32"}, 2.0),  # also computed so they stay as they are
         ({}, {"quantize": "int8"}, 3.0),  # while they are rounded
         ({"num_local_experts": 8}, {}, 4.0),  # experts are widened
-        ({"quantization_config": {"quant_method": "awq"}}, {}, 4.0),  # as its files, and what becomes of them
         ({"dtype": "float32"}, {}, 2.0),  # what the tensors are counts, not what the config says
     ],
 )
@@ -196,7 +197,46 @@ def test_memory_is_planned_for_weights_as_they_will_lie(
     file = checkpoint / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
     found = preflight(checkpoint, free_port, model={"path": str(checkpoint), **options})
-    assert found.weight_bytes == pytest.approx(512 * 512 * bytes_each, rel=0.01)
+    assert found.weight_bytes == int(512 * 512 * bytes_each)
+
+
+#: Of one layer of 512 to 256 features.
+AWQ = {
+    "model.layers.0.q.qweight": ("I32", (512, 32)),
+    "model.layers.0.q.qzeros": ("I32", (4, 32)),
+    "model.layers.0.q.scales": ("F16", (4, 256)),
+    "lm_head.weight": ("F16", (512, 1024)),
+}
+
+
+def test_memory_of_quantised_checkpoints_is_planned_by_what_becomes_of_them() -> None:
+    heads = {name: TensorHead(*head) for name, head in AWQ.items()}
+    awq = read_scheme({"quant_method": "awq", "bits": 4, "group_size": 128})
+    # The layer as int8, and the head as it is; the layer six times in float32 for a while.
+    assert loaded_bytes(heads, awq) == 512 * 256 + 2 * 512 * 1024 + 6 * 4 * 512 * 256
+    gptq = read_scheme({"quant_method": "gptq", "bits": 4, "group_size": 128})
+    assert loaded_bytes(heads, gptq) == 512 * 256 * 5 // 8 + 2 * 512 * 1024 + 6 * 4 * 512 * 256
+
+
+@pytest.mark.parametrize(
+    ("said", "options", "error", "named"),
+    [
+        ({"quant_method": "bitsandbytes"}, {}, UnsupportedModelError, "bitsandbytes"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, {"dtype": "bfloat16"}, ConfigError, "float32"),
+    ],
+)
+def test_quantised_checkpoints_that_no_worker_would_load_are_refused(
+    checkpoint: Path,
+    free_port: int,
+    said: dict[str, Any],
+    options: dict[str, str],
+    error: type[TandemError],
+    named: str,
+) -> None:
+    file = checkpoint / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": said}))
+    with pytest.raises(error, match=named):
+        preflight(checkpoint, free_port, model={"path": str(checkpoint), **options}).check_model()
 
 
 def test_memory_is_shared_among_all_workers_and_capped(checkpoint: Path, free_port: int) -> None:

@@ -6,6 +6,10 @@ import json
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.processes
+
 PROGRAM = """
 import gc, json
 from tandem.core import garbage

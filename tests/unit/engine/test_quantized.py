@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from tandem.engine.cpu.panels import Panels
 from tandem.engine.engine import Engine, SequenceInput
 from tandem.engine.quantized.scheme import read_scheme
 from tandem.engine.quantized.stored_linear import StoredLinear
-from tandem.engine.quantized.unpack import unpacked
 from tests.support import quantized_checkpoints as made
 
 KINDS = {
@@ -33,16 +33,23 @@ KINDS = {
     "gptq, no groups": made.gptq(group=-1),
     "gptq, 8 bits": made.gptq(bits=8),
     "gptq, 2 bits": made.gptq(bits=2),
+    "gptq, negative scales": made.gptq(negative=True),
+    "gptq, groups that do not divide the inputs": made.gptq(group=40),
     "awq": made.awq(),
     "compressed": made.compressed(),
     "compressed, zero points": made.compressed(symmetric=False),
+    "compressed, ordered": made.compressed(ordered=True),
     "compressed, 8 bits": made.compressed(bits=8, group=-1),
     "int8": made.plain_numbers("int8"),
+    "float8, one scale": made.plain_numbers("float8", whole=True),
     "float8": made.plain_numbers("float8"),
     "float8, blocks": made.blocks(),
 }
 #: Whose numbers are kept as they are; others are rounded once more, to 8 bits.
-EXACT = {"gptq", "gptq, version 2", "gptq, groups of 128", "compressed"}
+EXACT = {
+    "gptq", "gptq, version 2", "gptq, groups of 128", "gptq, negative scales", "compressed",
+    "gptq, groups that do not divide the inputs",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -82,40 +89,114 @@ def test_heads_and_what_else_is_plain_stay_as_they_are(quantized: Path) -> None:
     assert not [module for module in engine._model.modules() if isinstance(module, StoredLinear)]
 
 
-def test_workers_tell_it_from_the_same_numbers_that_mean_others(quantized: Path, tmp_path: Path) -> None:
+def test_workers_tell_it_from_the_same_numbers_that_mean_others(tmp_path: Path) -> None:
     """Of version 2 the same tensors are other weights, and pages of the one are none of the other."""
+    plain, quantized = helpers.save_model("llama", tmp_path / "plain"), tmp_path / "quantized"
+    made.write(plain, made.gptq(symmetric=False), quantized, tmp_path / "same")
     copy = shutil.copytree(quantized, tmp_path / "copy")
     assert helpers.load_engine(copy).weights_sha256 == helpers.load_engine(quantized).weights_sha256
     change(copy, checkpoint_format="gptq_v2")
     assert helpers.load_engine(copy).weights_sha256 != helpers.load_engine(quantized).weights_sha256
 
 
-def test_on_its_way_no_more_than_one_layer_is_float32(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is unpacked is rounded before the next one is."""
-    alive: list[weakref.ref[torch.Tensor]] = []
+def test_on_its_way_no_more_than_one_part_is_float32(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is unpacked is packed and rounded before the next part is."""
+    panels: list[weakref.ref[Panels]] = []
     most = 0
 
-    def counted(tensors: Any, scheme: Any) -> torch.Tensor:
+    def noted(one: Panels, *weights: torch.Tensor) -> None:
         nonlocal most
-        weight = unpacked(tensors, scheme)
-        alive.append(weakref.ref(weight))
-        most = max(most, sum(one() is not None for one in alive))
-        return weight
+        most = max(most, sum(other.numbers.dtype is torch.float32 for ref in panels if (other := ref()) is not None))
+        make(one, *weights)
+        panels.append(weakref.ref(one))
 
-    monkeypatch.setattr("tandem.engine.quantized.stored_linear.unpacked", counted)
+    make = Panels.__init__
+    monkeypatch.setattr(Panels, "__init__", noted)
     helpers.load_engine(quantized)
-    assert len(alive) > 10
-    assert most <= 3, "query, key and value become one product"
+    assert len(panels) > 10
+    assert most == 1, "of an attention the second product is packed beside the first, of an MLP too"
 
 
-def test_a_layer_whose_tensors_are_missing_is_named(quantized: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(quantized, tmp_path / "copy")
-    tensors = load_file(copy / "model.safetensors")
-    missing = next(name for name in tensors if name.endswith("qzeros"))
-    del tensors[missing]
-    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelLoadError, match=missing.removesuffix(".qzeros").replace(".", r"\.") + ".*qzeros"):
+@pytest.mark.parametrize("but", ["down_proj", "v_proj", "layers.0."])
+def test_layers_that_are_plain_in_a_part_stay_plain(but: str, tmp_path: Path) -> None:
+    plain = helpers.save_model("llama", tmp_path / "plain")
+    made.write(plain, made.gptq(), tmp_path / "quantized", tmp_path / "same", but=but)
+    engine, same = (helpers.load_engine(tmp_path / which) for which in ("quantized", "same"))
+    assert torch.allclose(logits(engine), logits(same), atol=helpers.LOGIT_TOLERANCE)
+
+
+def edited(checkpoint: Path, target: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    """A copy with other tensors."""
+    shutil.copytree(checkpoint, target)
+    tensors = load_file(target / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+Q = "model.layers.1.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        (lambda tensors: tensors.pop(f"{Q}.qzeros"), "lacks qzeros"),
+        (lambda tensors: tensors.update({f"{Q}.scales": tensors[f"{Q}.scales"][:1].clone()}), "scales is F16"),
+        (lambda tensors: tensors.update({f"{Q}.qweight": tensors[f"{Q}.qweight"].long()}), "qweight is I64"),
+        (lambda tensors: tensors.update({f"{Q}.lora": torch.zeros(1)}), "a tensor lora"),
+        (lambda tensors: tensors[f"{Q}.qzeros"].add_(1), "zero points.*sym: true"),
+        (lambda tensors: tensors[f"{Q}.g_idx"].copy_(tensors[f"{Q}.g_idx"].flip(0)), "desc_act: false"),
+    ],
+)
+def test_tensors_that_are_not_what_the_config_says_are_named(
+    quantized: Path, tmp_path: Path, edit: Callable[[dict[str, torch.Tensor]], None], named: str
+) -> None:
+    with pytest.raises(ModelLoadError, match=rf"{re.escape(Q)}.*{named}"):
+        helpers.load_engine(edited(quantized, tmp_path / "copy", edit))
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        # AutoAWQ's scales of activations, and a layer whose scale has another name.
+        (lambda tensors: tensors.update({"model.layers.0.mlp.act_fn.scales": torch.ones(8)}), "act_fn.scales"),
+        (lambda tensors: tensors.update({"lm_head.qscale": torch.ones(8)}), "lm_head.qscale"),
+        (lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(torch.float8_e4m3fn)}), "lm_head.weight is F8"),
+    ],
+)
+def test_tensors_that_nobody_reads_are_not_left_out(
+    quantized: Path, tmp_path: Path, edit: Callable[[dict[str, torch.Tensor]], None], named: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=named):
+        helpers.load_engine(edited(quantized, tmp_path / "copy", edit))
+
+
+def test_float8_that_no_config_tells_of_is_refused(tmp_path: Path) -> None:
+    plain = helpers.save_model("llama", tmp_path / "plain")
+    made.write(plain, made.plain_numbers("float8"), tmp_path / "quantized", tmp_path / "same")
+    file = tmp_path / "quantized" / "config.json"
+    config = json.loads(file.read_text())
+    del config["quantization_config"]
+    file.write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="is F8_E4M3, and quantization_config"):
+        helpers.load_engine(tmp_path / "quantized")
+
+
+def test_a_bias_that_is_missing_is_missed(tmp_path: Path) -> None:
+    plain = helpers.save_model("qwen2", tmp_path / "plain")
+    made.write(plain, made.gptq(), tmp_path / "quantized", tmp_path / "same")
+    copy = edited(tmp_path / "quantized", tmp_path / "copy", lambda tensors: tensors.pop(f"{Q}.bias"))
+    with pytest.raises(ModelLoadError, match=rf"{re.escape(Q)} lacks its bias"):
         helpers.load_engine(copy)
+
+
+def test_a_quantised_part_that_is_no_linear_layer_is_refused(quantized: Path, tmp_path: Path) -> None:
+    def move(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith(Q)]:
+            tensors[name.replace("q_proj", "experts")] = tensors.pop(name)
+
+    with pytest.raises(UnsupportedModelError, match="experts is quantised, and no part of the model"):
+        helpers.load_engine(edited(quantized, tmp_path / "copy", move))
 
 
 def test_a_config_that_no_tensor_bears_out_is_refused(quantized: Path, tmp_path: Path) -> None:
@@ -137,7 +218,12 @@ def test_a_config_that_no_tensor_bears_out_is_refused(quantized: Path, tmp_path:
         ({"quant_method": "fp8"}, "weight_block_size None"),
         ({**made.compressed().said, "config_groups": {}}, "0 groups"),
         ({**made.compressed().said, "format": "marlin-24"}, "marlin-24"),
-        ({**made.compressed().said, "sparsity_config": {"format": "dense"}}, "sparsity_config"),
+        ({**made.compressed().said, "sparsity_config": {"format": "sparse-24"}}, "sparsity_config 'sparse-24'"),
+        ({**made.compressed().said, "transform_config": {"config_groups": {}}}, "transform_config"),
+        ({**made.gptq().said, "dynamic": {"-:lm_head": {}, "+:.*down.*": {"bits": 8}}}, r"dynamic: \+:\.\*down"),
+        ({**made.gptq().said, "pack_dtype": "int16"}, "pack_dtype 'int16'"),
+        ({**made.gptq().said, "format": "gptq_v2"}, "checkpoint_format and format that differ"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 32, "format": "gemv_fast"}, "gemv_fast"),
         (made.compressed(bits=2).said, "num_bits 2"),
     ],
 )

@@ -12,12 +12,12 @@ from __future__ import annotations
 import dataclasses
 import re
 import typing
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tandem.core.config_tree import build, read_yaml
+from tandem.core.config_tree import key as _key
 from tandem.core.errors import ConfigError
 
 EMBEDDED_MODEL = "embedded"
@@ -25,15 +25,6 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*?#]+")
 
 MAX_POOL = 1024
 """Workers of one pool; a slip of the finger must not fill the supervisor's memory."""
-
-
-def _key(
-    default: Any, help: str, *, minimum: float | None = None, maximum: float | None = None, choices: Iterable[str] = ()
-) -> Any:
-    metadata = {"help": help, "minimum": minimum, "maximum": maximum, "choices": choices}
-    if isinstance(default, (list, dict)):
-        raise TypeError("use tuples: the tree is frozen")
-    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,16 @@ from tandem.core.errors import ConfigError
 _Section = TypeVar("_Section")
 
 
+def key(
+    default: Any, help: str, *, minimum: float | None = None, maximum: float | None = None, choices: Iterable[str] = ()
+) -> Any:
+    """A field of a section: its default, what it is for, and what is possible."""
+    metadata = {"help": help, "minimum": minimum, "maximum": maximum, "choices": choices}
+    if isinstance(default, (list, dict)):
+        raise TypeError("use tuples: the tree is frozen")
+    return dataclasses.field(default=default, metadata=metadata)
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """The file's keys and values. Raises `ConfigError`, which names the place where it is not YAML."""
     import yaml  # most processes get their configuration ready made

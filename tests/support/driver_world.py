@@ -15,11 +15,11 @@ from kvtransfer.protocol.grants import ReceiverLimits
 from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FirstToken, Grant, RefusalReason
 from kvtransfer.transports.events import MessageArrived, TransportEvent
 from prefill_worker.sending import SealedPages
+from tandem.sim.kernel import Kernel
 from tests.support.arena import Arena
 from tests.support.ends import End, ReceiverEnd, SenderEnd
 from tests.support.link import Link, LinkSpec
 from tests.support.scripted_model import LAYOUT, NUM_LAYERS
-from tests.support.virtual_time import Kernel
 
 KEY = AttemptKey("request", 1)
 SENDER, RECEIVER = "prefill-0#1", "decode-0#1"

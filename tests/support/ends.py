@@ -19,10 +19,10 @@ from kvtransfer.transports.base import Expectation
 from kvtransfer.transports.events import PeerId, TransportEvent
 from prefill_worker.links import LinkFigures
 from prefill_worker.sender_driver import SenderDriver
+from tandem.sim.kernel import Kernel, Timer
 from tests.support.arena import Arena
 from tests.support.link import Link
 from tests.support.scripted_model import LAYOUT
-from tests.support.virtual_time import Kernel, Timer
 
 _CONFIRM_EVERY_S, _CONFIRM_FOR_S = 0.2, 3.0
 

@@ -16,6 +16,7 @@ from typing import Any
 from router.policy.choose import choose
 from router.request.request import Request
 from tandem.core.identity import Role
+from tandem.sim.kernel import Kernel
 from tandem.worker.batch import SchedulerLimits
 from tests.support.decode_node import DecodeNode
 from tests.support.link import Link, LinkSpec
@@ -23,7 +24,6 @@ from tests.support.node import Node, NodeSpec
 from tests.support.prefill_node import PrefillNode
 from tests.support.step_runner import StepTime
 from tests.support.virtual_router import InFlight, Place, Router
-from tests.support.virtual_time import Kernel
 
 _START_S = 1.0  # of a worker's process
 _KILL_S = 0.1  # from the wish to the end of a process

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any
 
+from tandem.sim.kernel import Kernel
 from tandem.worker.counters import WorkerCounters
 from tandem.worker.guides import Guides
 from tests.support.scripted_model import vocabulary
-from tests.support.virtual_time import Kernel
 
 
 class InlineExecutor(Executor):

@@ -14,8 +14,8 @@ from decode_worker.receiver_driver import Answer
 from kvtransfer.extents import Descriptor
 from kvtransfer.transports.events import PeerId, WriteArrived, WriteCompleted, WriteFailed, WriteHandle, WritePosted
 from prefill_worker.sender_driver import SenderDriver
+from tandem.sim.kernel import Kernel
 from tests.support.arena import Arena, move
-from tests.support.virtual_time import Kernel
 
 MESSAGE_FAULTS = ("dropped message", "repeated message", "late message", "corrupt message")
 WRITE_FAULTS = (

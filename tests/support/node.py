@@ -9,6 +9,7 @@ from kvtransfer.layout import KvFormat
 from tandem.core.clock import Clock
 from tandem.core.identity import Role, WorkerKey
 from tandem.core.pages import PagePool
+from tandem.sim.kernel import Kernel
 from tandem.worker.batch import SchedulerLimits
 from tandem.worker.counters import WorkerCounters
 from tandem.worker.load import LoadReport
@@ -20,7 +21,6 @@ from tests.support.inline import LateExecutor, inline_guides
 from tests.support.link import Link
 from tests.support.scripted_model import EOS, LAYOUT, PAGE, VOCAB, Memory, sample, score
 from tests.support.step_runner import StepRunner, StepTimes
-from tests.support.virtual_time import Kernel
 
 SESSION = 1  # of the one router
 FORMAT = KvFormat(LAYOUT, "scripted")

@@ -14,10 +14,10 @@ from kvtransfer.protocol.attempts import SenderLimits
 from kvtransfer.protocol.grants import ReceiverLimits
 from kvtransfer.protocol.messages import AttemptKey, Commit, FirstToken, Grant, RefusalReason
 from prefill_worker.sending import SealedPages
+from tandem.sim.kernel import Kernel
 from tests.support.arena import Arena
 from tests.support.ends import ReceiverEnd, SenderEnd
 from tests.support.link import Link, LinkSpec
-from tests.support.virtual_time import Kernel
 
 SENDER, RECEIVER = "prefill-0#1", "decode-0#1"
 LEASE_S, GRACE_S = 10.0, 2.0  # as configured by default

@@ -10,11 +10,11 @@ from typing import Protocol
 
 import numpy as np
 
+from tandem.sim.kernel import Kernel
 from tandem.worker.batch import Batch
 from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.step import StepHooks
 from tests.support.scripted_model import NUM_LAYERS, Memory
-from tests.support.virtual_time import Kernel
 
 
 class StepTimes(Protocol):

@@ -24,13 +24,13 @@ from router.request.request import Request, TokenGiven
 from tandem.core.errors import NoWorkerError, TandemError
 from tandem.core.identity import Role, WorkerKey
 from tandem.core.pages import pages_for
+from tandem.sim.kernel import Kernel
 from tandem.worker.prompt_scoring import PromptScoring
 from tandem.worker.request import AttemptSpec, ChoiceJournal, PromptScored, TokenSampled
 from tests.support.node import FORMAT, Node
 from tests.support.prefill_node import PrefillNode
 from tests.support.scripted_model import PAGE
 from tests.support.virtual_attempt import Attempt
-from tests.support.virtual_time import Kernel
 
 _LATENCY_S = 0.0005  # to a worker and back
 _NOTICE_S = 0.05  # until a broken stream is noticed

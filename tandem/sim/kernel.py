@@ -33,6 +33,11 @@ class Kernel:
     def after(self, delay_s: float, call: Call) -> None:
         self.at(self.now_s + delay_s, call)
 
+    def run_all(self) -> None:
+        """Until nothing is left to happen."""
+        while self._heap:
+            self._run_next()
+
     def run(self, most: int) -> None:
         """Until nothing is left to happen. Raises `AssertionError` where more than `most` calls do not end it."""
         for _ in range(most):

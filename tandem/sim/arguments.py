@@ -1,0 +1,35 @@
+"""The command line of `tandem sim`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_AddCommand = Callable[..., argparse.ArgumentParser]
+
+
+def add_command_to(commands: Any, add_command: _AddCommand) -> None:
+    """`run`, below `sim`."""
+    help = "simulate a cluster: what ships decides, and steps and transfers only take time"
+    example = "tandem sim run scenarios/two_of_each.yaml"
+    command = add_command(commands, "sim", help, example, None)
+    subcommands = command.add_subparsers(dest="subcommand", metavar="SUBCOMMAND", required=True)
+    run = add_command(
+        subcommands,
+        "run",
+        "simulate what a file describes, and print latencies, throughput and how busy the pools were",
+        "tandem sim run scenarios/two_of_each.yaml\ntandem sim run my.yaml --json found.json",
+        _run,
+    )
+    run.add_argument(
+        "scenario", type=Path, metavar="FILE", help="YAML: cluster, times of steps, load; see docs/simulator.md"
+    )
+    run.add_argument("--json", type=Path, metavar="FILE", help="write everything there, each request among it")
+
+
+def _run(options: argparse.Namespace) -> int:
+    from tandem.sim.command import run
+
+    return run(options.scenario, options.json)

@@ -1,0 +1,114 @@
+"""How long a step of a worker takes, by what is in it. Pure.
+
+Both models are linear in the same terms of a step (`Terms`), and so a measured one can be put beside a computed one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from tandem.worker.batch import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a step computes.
+
+    Attributes:
+        num_tokens: of all sequences, those of prompts among them.
+        num_rows: sequences that generate.
+        num_read: tokens of context whose K and V are read: by each sequence once, however many tokens it computes.
+        num_pairs: of a computed token and one that it attends to.
+    """
+
+    num_tokens: int
+    num_rows: int
+    num_read: int
+    num_pairs: float
+
+    @classmethod
+    def of(cls, batch: Batch) -> Terms:
+        num_tokens = num_rows = num_read = 0
+        num_pairs = 0.0
+        for item in batch.items:
+            num_tokens += item.num_tokens
+            num_rows += item.sequence.is_decode
+            num_read += item.start + item.num_tokens
+            num_pairs += item.num_tokens * (item.start + (item.num_tokens + 1) / 2)
+        return cls(num_tokens, num_rows, num_read, num_pairs)
+
+
+class StepTimes(Protocol):
+    """A model of the time of steps."""
+
+    def seconds(self, terms: Terms) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A sum of seconds: for the step, and for each of its terms. What `of_row` adds is beside `of_token`."""
+
+    base_s: float
+    of_token_s: float = 0.0
+    of_row_s: float = 0.0
+    of_read_s: float = 0.0
+    of_pair_s: float = 0.0
+
+    def seconds(self, terms: Terms) -> float:
+        return (
+            self.base_s
+            + self.of_token_s * terms.num_tokens
+            + self.of_row_s * terms.num_rows
+            + self.of_read_s * terms.num_read
+            + self.of_pair_s * terms.num_pairs
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """What of a model decides how long its steps take.
+
+    Attributes:
+        num_parameters: that each token is multiplied with.
+        weight_bytes: that each step reads.
+        token_bytes: of K and V of one token, in all layers.
+        num_layers, hidden_size: of its attention, whose heads fill the hidden size.
+    """
+
+    num_parameters: float
+    weight_bytes: float
+    token_bytes: float
+    num_layers: int
+    hidden_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A processor: its peaks, the shares of them that are reached, and what a step takes beside."""
+
+    flops: float
+    bytes_per_s: float
+    flops_share: float = 0.6
+    bytes_share: float = 0.8
+    overhead_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """Whichever takes longer: to compute, or to read weights and context.
+
+    Reference: Williams et al., "Roofline: an insightful visual performance model", CACM 2009.
+    """
+
+    model: ModelSize
+    card: Card
+
+    def seconds(self, terms: Terms) -> float:
+        model, card = self.model, self.card
+        # Two operations a parameter and token; of attention four a pair and number of the hidden size in each layer.
+        flops = 2 * model.num_parameters * terms.num_tokens
+        flops += 4 * model.num_layers * model.hidden_size * terms.num_pairs
+        num_bytes = model.weight_bytes + model.token_bytes * terms.num_read
+        compute_s = flops / (card.flops * card.flops_share)
+        return card.overhead_s + max(compute_s, num_bytes / (card.bytes_per_s * card.bytes_share))

@@ -1,0 +1,330 @@
+"""The cluster of a simulation: machines, the ways between them, and a router that places requests as the real one does.
+
+What ships decides: `router.policy.choose` over pools of reports that are as old as reports are, and the batch
+scheduler of each worker over its page pool. Stand-ins are: reservations at decode, granted in their order; and
+transfers, which begin with the first computed chunk and share the way out of their prefill worker.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvtransfer.layout import KvFormat
+from router.policy.choose import choose
+from router.policy.pool import Pool
+from router.policy.route import RequestFacts
+from router.policy.snapshot import Snapshot
+from tandem.core.errors import ConfigError
+from tandem.core.identity import Role, WorkerKey
+from tandem.core.pages import page_table, pages_for
+from tandem.core.sampling import SamplingParams
+from tandem.sim.kernel import Kernel
+from tandem.sim.load import Arrival
+from tandem.sim.machine import TOKEN, Machine
+from tandem.sim.times import StepTimes
+from tandem.worker.batch import Batch, SchedulerLimits
+from tandem.worker.sequence import Sequence as Choice
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShape:
+    """Workers of one role, all alike."""
+
+    num_workers: int
+    num_pages: int
+    limits: SchedulerLimits
+    mixed_step_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorldShape:
+    """Attributes:
+    bytes_per_s, latency_s: of the way out of a prefill worker.
+    message_s: from the router to a worker, or back.
+    report_s: a worker that computes tells of itself so often.
+    mixed_pool_tokens: the longest prompt that a decode worker may compute alone; 0: none.
+    """
+
+    prefill: PoolShape
+    decode: PoolShape
+    kv_format: KvFormat
+    times: StepTimes
+    bytes_per_s: float
+    latency_s: float
+    message_s: float
+    report_s: float
+    mixed_pool_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a request; seconds of the simulation."""
+
+    arrival: Arrival
+    prefill: str = ""  # the worker; empty: decode computed the prompt
+    decode: str = ""
+    first_token_s: float = 0.0
+    last_token_s: float = 0.0
+    longest_gap_s: float = 0.0
+    num_tokens: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.num_tokens == self.arrival.num_output
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_token_s - self.arrival.arrived_s
+
+    @property
+    def e2e_s(self) -> float:
+        return self.last_token_s - self.arrival.arrived_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Between two tokens, on average; `None`: there is one."""
+        return (self.last_token_s - self.first_token_s) / (self.num_tokens - 1) if self.num_tokens > 1 else None
+
+    def token(self, now_s: float) -> None:
+        if self.num_tokens:
+            self.longest_gap_s = max(self.longest_gap_s, now_s - self.last_token_s)
+        else:
+            self.first_token_s = now_s
+        self.last_token_s = now_s
+        self.num_tokens += 1
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """One request on its way."""
+
+    outcome: Outcome
+    decode: Machine
+    prefill: Machine | None
+    prompt: Choice | None = None  # at prefill, until its pages have been sent
+    pages: list[int] | None = None  # at decode, once granted
+    began_s: float | None = None  # its first chunk is computed
+    is_computed: bool = False
+
+
+@dataclass(slots=True)
+class World:
+    """Args:
+    on_end: called with each outcome.
+    """
+
+    shape: WorldShape
+    on_end: Callable[[Outcome], object] = lambda _: None
+    kernel: Kernel = field(default_factory=lambda: Kernel(0.0))
+    machines: dict[WorkerKey, Machine] = field(default_factory=dict, init=False)
+    _pools: dict[Role, Pool] = field(default_factory=dict, init=False)
+    _jobs: dict[str, _Job] = field(default_factory=dict, init=False)
+    _waiting: dict[WorkerKey, deque[_Job]] = field(default_factory=dict, init=False)  # for pages of this decode worker
+    _link_free_s: dict[WorkerKey, float] = field(default_factory=dict, init=False)
+    _told_s: dict[WorkerKey, float] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        for role, pool in ((Role.PREFILL, self.shape.prefill), (Role.DECODE, self.shape.decode)):
+            for number in range(pool.num_workers):
+                key = WorkerKey(f"{role.value}-{number}", "1")
+                self.machines[key] = Machine(
+                    self.kernel, key, role, num_pages=pool.num_pages, limits=pool.limits, times=self.shape.times,
+                    kv_format=self.shape.kv_format, mixed_step_tokens=pool.mixed_step_tokens, on_step=self._stepped,
+                )  # fmt: skip
+                self._waiting[key], self._link_free_s[key], self._told_s[key] = deque(), 0.0, -self.shape.report_s
+            self._pools[role] = Pool(role, [m.load() for m in self.machines.values() if m.role is role])
+
+    def run(self, arrivals: Sequence[Arrival]) -> list[Outcome]:
+        """Until all requests have ended. Raises `ConfigError` for one that fits into no worker."""
+        page_size = self.shape.kv_format.layout.page_size
+        most = page_size * min(self.shape.prefill.num_pages, self.shape.decode.num_pages)
+        for arrival in arrivals:
+            if arrival.num_input + arrival.num_output > most:
+                raise ConfigError(
+                    f"request {arrival.number} has {arrival.num_input} + {arrival.num_output} tokens, and a worker has "
+                    f"room for {most}; raise tokens of both pools, or take a load of shorter ones",
+                    key="prefill.tokens",
+                )
+        outcomes = [Outcome(arrival) for arrival in arrivals]
+        for outcome in outcomes:
+            self.kernel.at(outcome.arrival.arrived_s, partial(self._arrive, outcome))
+        self.kernel.run_all()
+        return outcomes
+
+    # -- the router
+
+    def _arrive(self, outcome: Outcome) -> None:
+        arrival, prefill_pool = outcome.arrival, self._pools[Role.PREFILL]
+        facts = RequestFacts(num_prompt_tokens=arrival.num_input, mixed_pool_tokens=self.shape.mixed_pool_tokens)
+        snapshot = Snapshot(prefill_pool, self._pools[Role.DECODE], prefill_tokens_per_s=self._prefill_rate())
+        route = choose(snapshot, facts)
+        assert route.decode is not None
+        prefill = self.machines[route.prefill] if route.prefill is not None else None
+        job = _Job(outcome, self.machines[route.decode], prefill)
+        outcome.decode, outcome.prefill = route.decode.worker_id, prefill.key.worker_id if prefill is not None else ""
+        self._jobs[str(arrival.number)] = job
+        num_pages = pages_for(arrival.num_input, job.decode.pool.page_size)
+        self._send(job, job.decode, 0 if prefill is not None else arrival.num_input, num_pages, self._reserve)
+        if prefill is not None:
+            self._send(job, prefill, arrival.num_input, 0, self._start)
+
+    def _prefill_rate(self) -> float:
+        """Tokens a second, of all that prefill has computed so far; 0: nothing yet."""
+        work = [machine.work for machine in self.machines.values() if machine.role is Role.PREFILL]
+        busy_s = sum(one.busy_s for one in work)
+        return sum(one.num_tokens for one in work) / busy_s if busy_s else 0.0
+
+    def _send(self, job: _Job, to: Machine, num_tokens: int, num_pages: int, call: Callable[[_Job], object]) -> None:
+        number = job.outcome.arrival.number
+        to.report.sent[number] = num_tokens, num_pages
+        self._pools[to.role].put(to.load())
+
+        def arrive() -> None:
+            to.arrived.add(number)
+            call(job)
+
+        self.kernel.after(self.shape.message_s, arrive)
+
+    def _tell(self, machine: Machine) -> None:
+        machine.tell()
+        self._told_s[machine.key] = self.kernel.now_s
+        self._pools[machine.role].put(machine.load())
+
+    # -- prefill
+
+    def _start(self, job: _Job) -> None:
+        assert job.prefill is not None
+        job.prompt = self._choice(job, job.prefill)
+        if job.pages is not None:
+            job.prompt.promoted = True
+        job.prefill.scheduler.add(job.prompt)
+        job.prefill.wake()
+
+    def _choice(self, job: _Job, machine: Machine) -> Choice:
+        arrival = job.outcome.arrival
+        return Choice(
+            request_id=str(arrival.number), attempt=1, choice=0, turn=0.0, arrival=arrival.number,
+            token_ids=[TOKEN] * arrival.num_input, num_prompt=arrival.num_input,
+            params=SamplingParams(max_tokens=arrival.num_output), paced=machine.role is Role.DECODE,
+        )  # fmt: skip
+
+    def _send_pages(self, job: _Job) -> None:
+        """Once the prompt is computed and decode has pages for it; the chunks before the last one are on their way."""
+        assert job.prefill is not None
+        assert job.began_s is not None
+        shape, key, now_s = self.shape, job.prefill.key, self.kernel.now_s
+        num_bytes = job.outcome.arrival.num_input * shape.kv_format.layout.token_bytes
+        chunk_bytes = min(num_bytes, shape.prefill.limits.chunk_size * shape.kv_format.layout.token_bytes)
+        end_s = max(
+            max(self._link_free_s[key], job.began_s) + num_bytes / shape.bytes_per_s,
+            now_s + chunk_bytes / shape.bytes_per_s,
+        )
+        self._link_free_s[key] = end_s
+        self.kernel.at(end_s + shape.latency_s, partial(self._sent, job))
+
+    def _sent(self, job: _Job) -> None:
+        assert job.prefill is not None
+        assert job.prompt is not None
+        assert job.pages is not None
+        job.prefill.free(job.prompt)
+        job.prefill.wake()
+        arrival, decode = job.outcome.arrival, job.decode
+        decode.pool.admit(job.pages)
+        choice = self._choice(job, decode)
+        choice.token_ids.append(TOKEN)
+        choice.num_computed, choice.pages, choice.paced = arrival.num_input, page_table(job.pages), False
+        decode.num_waiting -= 1
+        decode.scheduler.enter(choice)
+        decode.wake()
+
+    # -- decode
+
+    def _reserve(self, job: _Job) -> None:
+        if job.outcome.is_over:
+            return
+        if job.prefill is None:
+            job.decode.scheduler.add(self._choice(job, job.decode))
+            job.decode.wake()
+            return
+        job.decode.num_waiting += 1
+        self._waiting[job.decode.key].append(job)
+        self._grant(job.decode)
+
+    def _grant(self, decode: Machine) -> None:
+        """Pages for those that wait, in their order."""
+        waiting = self._waiting[decode.key]
+        num_places = self.shape.decode.limits.max_num_seqs - len(decode.scheduler.running)
+        num_places -= decode.num_waiting - len(waiting)  # granted, and still on their way
+        while waiting and num_places > 0:
+            job = waiting[0]
+            needed = pages_for(job.outcome.arrival.num_input, decode.pool.page_size)
+            pages = decode.pool.reserve(needed)
+            if pages is None:
+                return
+            waiting.popleft()
+            num_places -= 1
+            job.pages = pages
+            self.kernel.after(self.shape.message_s, partial(self._granted, job))
+
+    def _granted(self, job: _Job) -> None:
+        if job.outcome.is_over:
+            return
+        if job.is_computed:
+            self._send_pages(job)
+        elif job.prompt is not None:
+            assert job.prefill is not None
+            job.prefill.scheduler.promote(job.prompt)
+
+    # -- steps
+
+    def _stepped(self, machine: Machine, batch: Batch) -> None:
+        now_s = self.kernel.now_s
+        for item in batch.items:
+            job = self._jobs[item.sequence.request_id]
+            if job.began_s is None:
+                job.began_s = now_s
+            if not item.samples:
+                continue
+            job.outcome.token(now_s)
+            if machine is job.prefill:
+                self._computed(job)
+            elif job.outcome.is_over:
+                machine.free(item.sequence)
+                self._end(job)
+        if machine.role is Role.DECODE:
+            self._grant(machine)
+        is_idle = not machine.scheduler.running and not machine.scheduler.waiting
+        if is_idle or now_s - self._told_s[machine.key] >= self.shape.report_s:
+            self._tell(machine)
+
+    def _computed(self, job: _Job) -> None:
+        """The prompt, by prefill, which gives the first token."""
+        assert job.prefill is not None
+        assert job.prompt is not None
+        job.is_computed = True
+        if job.outcome.is_over:
+            job.prefill.free(job.prompt)
+            self._give_up_pages(job)
+            self._end(job)
+            return
+        job.prefill.scheduler.park(job.prompt)
+        if job.pages is not None:
+            self._send_pages(job)
+
+    def _give_up_pages(self, job: _Job) -> None:
+        """Of a request that needs no decode; its message may still be on its way there."""
+        decode, waiting = job.decode, self._waiting[job.decode.key]
+        if job.pages is not None:
+            decode.pool.release(job.pages)
+            decode.num_waiting -= 1
+        elif job in waiting:
+            waiting.remove(job)
+            decode.num_waiting -= 1
+        self._grant(decode)
+
+    def _end(self, job: _Job) -> None:
+        del self._jobs[str(job.outcome.arrival.number)]
+        self.on_end(job.outcome)

@@ -1,0 +1,118 @@
+"""Scenario files: what they may say, and the errors for what they may not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tandem.cli import main
+from tandem.core.errors import ConfigError
+from tandem.sim.scenario import arrivals, read_scenario
+from tandem.sim.times import Card, Fitted, ModelSize, Roofline, Terms
+
+SCENARIOS = Path(__file__).parents[3] / "scenarios"
+
+TRACE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:48.6805900,396,0
+"""
+
+
+def scenario_file(directory: Path, text: str) -> Path:
+    file = directory / "scenario.yaml"
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.parametrize("file", sorted(SCENARIOS.glob("*.yaml")), ids=lambda file: file.name)
+def test_shipped_scenarios_can_be_read(file: Path) -> None:
+    shape = read_scenario(file).shape()
+    assert shape.prefill.num_workers > 1
+
+
+def test_keys_of_tandem_yaml_reach_the_schedulers(tmp_path: Path) -> None:
+    file = scenario_file(
+        tmp_path,
+        "tandem: {scheduling: {chunk_size: 256, max_num_seqs: 17, mixed_step_tokens: 12}, cache: {page_size: 64}}\n"
+        "decode: {workers: 3, tokens: 6400}\n",
+    )
+    shape = read_scenario(file).shape()
+    assert (shape.decode.num_workers, shape.decode.num_pages, shape.kv_format.layout.page_size) == (3, 100, 64)
+    assert (shape.decode.limits.chunk_size, shape.decode.limits.max_num_seqs) == (256, 17)
+    assert (shape.prefill.mixed_step_tokens, shape.decode.mixed_step_tokens) == (0, 12)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("prefil: {}", "unknown key prefil; did you mean prefill"),
+        ("decode: {workers: 0}", "decode.workers is 0, must be at least 1"),
+        ("times: guessed", "times is 'guessed', must be one of roofline, fitted"),
+        ("load: {rate: often}", "load.rate must be a number"),
+        ("tandem: {scheduling: {chunk_size: 100}}", "scheduling.chunk_size is 100, must be a multiple"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, text: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        read_scenario(scenario_file(tmp_path, text)).shape()
+
+
+def test_a_trace_lies_beside_its_scenario_and_may_be_played_faster(tmp_path: Path) -> None:
+    (tmp_path / "trace.csv").write_text(TRACE)
+    scenario = read_scenario(scenario_file(tmp_path, "load: {trace: trace.csv, speed: 4}"))
+    first, second = arrivals(scenario, tmp_path)
+    assert (first.arrived_s, first.num_input, first.num_output) == (0.0, 374, 44)
+    assert (second.arrived_s, second.num_input, second.num_output) == (0.5, 396, 1)
+
+
+def test_a_trace_that_is_not_there_is_named(tmp_path: Path) -> None:
+    scenario = read_scenario(scenario_file(tmp_path, "load: {trace: none.csv}"))
+    with pytest.raises(ConfigError, match=r"none\.csv"):
+        arrivals(scenario, tmp_path)
+
+
+def test_what_is_drawn_has_the_rate_and_the_lengths_that_were_asked_for(tmp_path: Path) -> None:
+    text = "load: {requests: 4000, rate: 20, input_median: 300, input_spread: 0.5, output_median: 50}"
+    found = arrivals(read_scenario(scenario_file(tmp_path, text)), tmp_path)
+    assert found[-1].arrived_s == pytest.approx(200, rel=0.1)
+    assert sorted(one.num_input for one in found)[2000] == pytest.approx(300, rel=0.05)
+    assert sorted(one.num_output for one in found)[2000] == pytest.approx(50, rel=0.1)
+    again = arrivals(read_scenario(scenario_file(tmp_path, f"{text}\nseed: 1")), tmp_path)
+    assert again != found
+
+
+def test_the_command_prints_and_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = scenario_file(tmp_path, "load: {requests: 20}")
+    assert main(["sim", "run", str(file), "--json", str(tmp_path / "found.json")]) == 0
+    shown = capsys.readouterr().out
+    assert "TTFT" in shown
+    assert "20, 0 of them by decode alone" in shown
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["format"] == "tandem-simulation-1"
+    assert len(found["requests"]) == 20
+    assert found["latencies"]["ttft_s"]["p50"] > 0
+
+
+def test_the_command_names_the_file_that_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = scenario_file(tmp_path, "prefil: {}")
+    assert main(["sim", "run", str(file)]) == 1
+    assert f"tandem sim: {file}: unknown key prefil" in capsys.readouterr().err
+
+
+def test_a_roofline_is_bound_by_whichever_takes_longer() -> None:
+    size = ModelSize(8e9, 16e9, 131_072, 32, 4096)
+    model = Roofline(size, Card(989e12, 3.35e12, 0.5, 0.8, 0.001))
+    # One token of a context of 1,000: weights and context are read.
+    one = Terms(num_tokens=1, num_rows=1, num_read=1000, num_pairs=1000)
+    assert model.seconds(one) == pytest.approx(0.001 + (16e9 + 1000 * 131_072) / (3.35e12 * 0.8))
+    # A prompt of 4,000: it is computed, two operations a parameter, four a pair, layer and number.
+    prompt = Terms(num_tokens=4000, num_rows=0, num_read=4000, num_pairs=4000 * 4001 / 2)
+    flops = 2 * 8e9 * 4000 + 4 * 32 * 4096 * 4000 * 4001 / 2
+    assert model.seconds(prompt) == pytest.approx(0.001 + flops / (989e12 * 0.5))
+
+
+def test_a_fitted_model_is_a_sum() -> None:
+    model = Fitted(1.0, of_token_s=0.1, of_row_s=0.01, of_read_s=0.001, of_pair_s=0.0001)
+    assert model.seconds(Terms(2, 3, 4, 5.0)) == pytest.approx(1 + 0.2 + 0.03 + 0.004 + 0.0005)

@@ -1,0 +1,133 @@
+"""A simulated cluster: times that can be counted by hand, and what must hold whatever the load."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtransfer.layout import KvFormat, LayoutId
+from tandem.core.errors import ConfigError
+from tandem.core.identity import Role
+from tandem.sim.load import Arrival, Lengths, drawn
+from tandem.sim.times import Fitted
+from tandem.sim.world import Outcome, PoolShape, World, WorldShape
+from tandem.worker.batch import SchedulerLimits
+
+PAGE, TOKEN_BYTES = 16, 2 * 4 * 2 * 8 * 2
+FORMAT = KvFormat(LayoutId("0" * 64, "bfloat16", num_layers=4, num_kv_heads=2, head_dim=8, page_size=PAGE), "simulated")
+LIMITS = SchedulerLimits(8, 256, 64, 10_000, 0.75, saturating_tokens=64)
+STEP_S, TOKEN_S, MESSAGE_S, LATENCY_S = 0.01, 0.0001, 0.001, 0.002
+SHAPE = WorldShape(
+    prefill=PoolShape(1, 200, LIMITS),
+    decode=PoolShape(1, 200, LIMITS),
+    kv_format=FORMAT,
+    times=Fitted(STEP_S, TOKEN_S),
+    bytes_per_s=1e9,
+    latency_s=LATENCY_S,
+    message_s=MESSAGE_S,
+    report_s=0.05,
+)
+
+
+def simulated(shape: WorldShape, arrivals: list[Arrival]) -> tuple[World, list[Outcome]]:
+    """All requests ended, and nothing is held."""
+    ended: list[Outcome] = []
+    world = World(shape, ended.append)
+    outcomes = world.run(arrivals)
+    assert sorted(one.arrival.number for one in ended) == [one.number for one in arrivals]
+    for outcome in outcomes:
+        assert outcome.num_tokens == outcome.arrival.num_output
+        assert outcome.arrival.arrived_s < outcome.first_token_s <= outcome.last_token_s
+    for machine in world.machines.values():
+        machine.pool.check()
+        assert machine.pool.counts().free == machine.pool.num_pages
+        assert not machine.choices
+        assert machine.num_waiting == 0
+    return world, outcomes
+
+
+def test_of_one_request_every_moment_can_be_counted() -> None:
+    _, (one,) = simulated(SHAPE, [Arrival(0, 5.0, 100, 11)])
+    # Two chunks of 64 and 36 tokens.
+    assert one.ttft_s == pytest.approx(MESSAGE_S + 2 * STEP_S + 100 * TOKEN_S)
+    # The first chunk's pages left while the second was computed; the last chunk's leave behind it.
+    sent_s = 64 * TOKEN_BYTES / 1e9 + LATENCY_S
+    assert one.longest_gap_s == pytest.approx(sent_s + STEP_S + TOKEN_S)
+    assert one.e2e_s == pytest.approx(one.ttft_s + sent_s + 10 * (STEP_S + TOKEN_S))
+    assert (one.prefill, one.decode) == ("prefill-0", "decode-0")
+
+
+def test_a_slow_way_out_is_shared_by_all_that_use_it() -> None:
+    slow = dataclasses.replace(SHAPE, bytes_per_s=100 * TOKEN_BYTES)  # a prompt a second
+    _, outcomes = simulated(slow, [Arrival(number, 0.0, 100, 2) for number in range(4)])
+    second_tokens = sorted(one.last_token_s for one in outcomes)
+    assert [later - sooner for sooner, later in pairwise(second_tokens)] == pytest.approx([1.0] * 3, abs=0.02)
+
+
+def test_an_output_of_one_token_needs_no_decode() -> None:
+    world, (one,) = simulated(SHAPE, [Arrival(0, 0.0, 40, 1)])
+    assert one.tpot_s is None
+    assert [machine.work.num_steps for machine in world.machines.values() if machine.role is Role.DECODE] == [0]
+
+
+def test_decode_computes_short_prompts_where_prefill_is_busy() -> None:
+    limits = dataclasses.replace(LIMITS, paced_tokens=64)
+    mixed = dataclasses.replace(
+        SHAPE, decode=dataclasses.replace(SHAPE.decode, limits=limits, mixed_step_tokens=64), mixed_pool_tokens=64
+    )
+    arrivals = [Arrival(0, 0.0, 2000, 4), *(Arrival(number, 0.01 * number, 32, 4) for number in range(1, 6))]
+    world, outcomes = simulated(mixed, arrivals)
+    alone = [one for one in outcomes if not one.prefill]
+    assert alone
+    assert all(one.arrival.num_input == 32 for one in alone)
+    computed = sum(machine.work.num_tokens for machine in world.machines.values() if machine.role is Role.DECODE)
+    assert computed == 32 * len(alone) + 3 * len(outcomes), "their prompts, and three more tokens of each"
+    _, outcomes = simulated(SHAPE, arrivals)
+    assert all(one.prefill for one in outcomes)
+
+
+def test_more_workers_take_more_and_each_its_part() -> None:
+    arrivals = drawn(200, 40.0, Lengths(200, 0.5), Lengths(20, 0.5), seed=1)
+    _, few = simulated(SHAPE, arrivals)
+    wide = dataclasses.replace(
+        SHAPE,
+        prefill=dataclasses.replace(SHAPE.prefill, num_workers=4),
+        decode=dataclasses.replace(SHAPE.decode, num_workers=4),
+    )
+    world, many = simulated(wide, arrivals)
+    assert sum(one.ttft_s for one in many) < sum(one.ttft_s for one in few) / 4
+    busy = [machine.work.num_tokens for machine in world.machines.values() if machine.role is Role.PREFILL]
+    assert min(busy) > 0.5 * max(busy)
+
+
+def test_the_same_scenario_gives_the_same() -> None:
+    arrivals = drawn(100, 30.0, Lengths(150, 0.8), Lengths(30, 0.8), seed=3)
+    first, second = (simulated(SHAPE, arrivals)[1] for _ in range(2))
+    assert [dataclasses.asdict(one) for one in first] == [dataclasses.asdict(one) for one in second]
+
+
+def test_a_request_that_fits_nowhere_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"request 1 has 3000 \+ 300 tokens, and a worker has room for 3200"):
+        World(SHAPE).run([Arrival(0, 0.0, 10, 1), Arrival(1, 0.0, 3000, 300)])
+
+
+requests = st.lists(st.tuples(st.floats(0, 2), st.integers(1, 400), st.integers(1, 40)), min_size=1, max_size=30)
+
+
+@settings(max_examples=60, deadline=None)
+@given(requests, st.integers(40, 80), st.integers(30, 60), st.integers(1, 3), st.booleans())
+def test_whatever_comes_ends_and_leaves_nothing_behind(
+    asked: list[tuple[float, int, int]], prefill_pages: int, decode_pages: int, num_workers: int, mixes: bool
+) -> None:
+    """Also where pages are so few that sequences are preempted and reservations wait."""
+    shape = dataclasses.replace(
+        SHAPE,
+        prefill=PoolShape(num_workers, prefill_pages, LIMITS),
+        decode=PoolShape(num_workers, decode_pages, LIMITS, mixed_step_tokens=32 if mixes else 0),
+        mixed_pool_tokens=200 if mixes else 0,
+    )
+    simulated(shape, [Arrival(number, *one) for number, one in enumerate(asked)])

@@ -128,7 +128,7 @@ def read_facts(path: str, directory: Path) -> ModelFacts:
         num_bytes=sum(head.num_bytes for head in tensors.values()),
         tensors_dtype=tensors_dtype(directory),
         has_experts=any(_first(text, name) for name in _EXPERTS),
-        quantization=config.get("quantization_config"),
+        quantization=_quantization(config),
     )
 
 
@@ -161,23 +161,34 @@ class TensorHead:
 
 
 def read_heads(directory: Path) -> dict[str, TensorHead]:
-    """Of all tensors of a checkpoint, by name: of the files that its index names, where it has one.
+    """Of all tensors of a checkpoint, by name: of the files that `transformers` reads where others lie beside them.
 
     Raises:
         ModelLoadError: a file is no safetensors file, or is missing.
     """
-    index = directory / "model.safetensors.index.json"
-    files = (
-        [directory / name for name in sorted(set(_read_json(index)["weight_map"].values()))]
-        if index.is_file()
-        else directory.glob("*.safetensors")
-    )
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if single.is_file():
+        files = [single]
+    elif index.is_file():
+        by_name = _read_json(index).get("weight_map")
+        if not isinstance(by_name, dict) or not all(isinstance(name, str) for name in by_name.values()):
+            raise ModelLoadError(f"{index} has no weight_map from tensors to files; get it anew")
+        files = [directory / name for name in sorted(set(by_name.values()))]
+    else:
+        files = sorted(directory.glob("*.safetensors"))
     return {
         name: TensorHead(tensor["dtype"], tuple(tensor["shape"]))
         for file in files
         for name, tensor in _read_head(file).items()
         if name != "__metadata__"
     }
+
+
+def _quantization(config: dict[str, Any]) -> dict[str, Any] | None:
+    said = config.get("quantization_config")
+    if said and not isinstance(said, dict):
+        raise ModelLoadError(f"quantization_config in config.json must be an object, not {said!r}")
+    return said or None
 
 
 def _embedded() -> Path:

@@ -47,5 +47,5 @@ def recorded(entries: Sequence[TraceEntry], speed: float) -> list[Arrival]:
     for number, entry in enumerate(entries):
         if entry.arrival_s is None:
             raise ConfigError("the trace does not say when its requests came; take one that does", key="load.trace")
-        found.append(Arrival(number, entry.arrival_s / speed, entry.num_input, max(1, entry.num_output)))
+        found.append(Arrival(number, entry.arrival_s / speed, max(1, entry.num_input), max(1, entry.num_output)))
     return found

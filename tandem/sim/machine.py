@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvtransfer.layout import KvFormat
+from router.policy.known_load import KnownLoad, Report
 from router.policy.worker_load import WorkerLoad
 from tandem.core.identity import Role, WorkerKey
 from tandem.core.pages import PagePool
@@ -28,21 +29,13 @@ class Work:
     busy_s: float = 0.0
     num_tokens: int = 0
     num_preemptions: int = 0
-
-
-@dataclass(slots=True)
-class Report:
-    """What the router knows of a machine: as of some moment, and what was sent there since."""
-
-    num_active: int = 0
-    num_queued_tokens: int = 0
-    num_available_pages: int = 0
-    num_stepping: int = 0
-    sent: dict[int, tuple[int, int]] = field(default_factory=dict)  # by request: tokens to compute, pages to take
+    num_mixed_steps: int = 0  # of decode, in which it computed prompts
+    mixed_s: float = 0.0
 
 
 class Machine:
     """Args:
+    on_preempted: called with each sequence that lost its pages, as a step begins.
     on_step: called with each step when it has ended.
     """
 
@@ -57,6 +50,7 @@ class Machine:
         times: StepTimes,
         kv_format: KvFormat,
         mixed_step_tokens: int,
+        on_preempted: Callable[[Choice], object],
         on_step: Callable[[Machine, Batch], None],
     ) -> None:
         page_size = kv_format.layout.page_size
@@ -64,9 +58,10 @@ class Machine:
         self.pool = PagePool(num_pages, page_size)
         self.scheduler = BatchScheduler(self.pool, limits, salt=_SALT, prefix_cache=False)
         self.work = Work()
-        self.report = Report(num_available_pages=num_pages)
+        self.known = KnownLoad(Report(num_available_pages=num_pages, num_commands=0))  # to the router
         self.num_waiting = 0  # requests that wait here for pages, or whose pages are on their way
-        self.arrived: set[int] = set()  # requests whose messages came since the last report
+        self.num_commands_sent = self.num_commands = 0  # by the router; and how many have come
+        self._on_preempted = on_preempted
         self._kernel, self._times, self._limits, self._on_step = kernel, times, limits, on_step
         self._kv_format, self._mixed_step_tokens = kv_format, mixed_step_tokens
         self._is_busy = False
@@ -79,7 +74,9 @@ class Machine:
 
     def _turn(self) -> None:
         batch = self.scheduler.schedule()
-        self.work.num_preemptions += len(batch.preempted)
+        for choice in batch.preempted:
+            self.work.num_preemptions += 1
+            self._on_preempted(choice)
         if not batch.items:
             self._is_busy = False
             return
@@ -87,6 +84,9 @@ class Machine:
         self.work.num_steps += 1
         self.work.busy_s += seconds
         self.work.num_tokens += batch.num_tokens
+        if batch.num_paced_tokens:
+            self.work.num_mixed_steps += 1
+            self.work.mixed_s += seconds
         self._kernel.after(seconds, lambda: self._end(batch))
 
     def _end(self, batch: Batch) -> None:
@@ -106,31 +106,18 @@ class Machine:
         return [*self.scheduler.running, *self.scheduler.waiting, *self.scheduler.parked]
 
     def tell(self) -> None:
-        """Report how things are now; what was sent before is in it."""
+        """Report how things are now."""
         choices, counts = self.choices, self.pool.counts()
-        to_compute = sum(c.num_to_compute for c in choices if not c.is_decode)
-        on_their_way = {number: what for number, what in self.report.sent.items() if number not in self.arrived}
-        self.arrived.clear()
-        self.report = Report(
+        report = Report(
             num_active=len(choices) + self.num_waiting,
-            num_queued_tokens=to_compute,
+            num_queued_tokens=sum(choice.num_to_compute for choice in choices if not choice.is_decode),
             num_available_pages=counts.free + counts.cached,
             num_stepping=len(self.scheduler.running),
-            sent=on_their_way,
+            num_commands=self.num_commands,
         )
+        self.known.hear(report)
 
     def load(self) -> WorkerLoad:
-        """As `router.workers.session` makes it of a report and of what was sent since."""
-        report = self.report
-        sent = report.sent.values()
-        return WorkerLoad(
-            key=self.key,
-            kv_format=self._kv_format,
-            page_size=self.pool.page_size,
-            num_active=report.num_active + len(sent),
-            num_queued_tokens=report.num_queued_tokens + sum(tokens for tokens, _ in sent),
-            num_available_pages=report.num_available_pages - sum(pages for _, pages in sent),
-            num_stepping=report.num_stepping,
-            mixed_step_tokens=self._mixed_step_tokens if self.role is Role.DECODE else 0,
-            max_num_seqs=self._limits.max_num_seqs if self.role is Role.DECODE else 0,
-        )
+        is_decode, page_size = self.role is Role.DECODE, self.pool.page_size
+        mixed, most = (self._mixed_step_tokens, self._limits.max_num_seqs) if is_decode else (0, 0)
+        return self.known.load(self.key, self._kv_format, page_size, mixed, most)

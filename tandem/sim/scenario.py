@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import sys
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvtransfer.layout import KvFormat, LayoutId
@@ -105,7 +106,7 @@ class Scenario:
     seed: int = key(0, "Of what is drawn.", minimum=0)
 
     def shape(self) -> WorldShape:
-        """The cluster. `tandem` has the keys of a `tandem.yaml`; those of scheduling and `cache.page_size` count."""
+        """The cluster. Of `tandem`, which has the keys of a `tandem.yaml`, counts what docs/simulator.md names."""
         config, network = self.tandem, self.network
         return WorldShape(
             prefill=self._pool(Role.PREFILL, self.prefill),
@@ -132,7 +133,8 @@ class Scenario:
         return PoolShape(
             pool.workers,
             max(1, pool.tokens // self.tandem.cache.page_size),
-            scheduler_limits(self.tandem, site, pool.tokens),
+            # A real worker refuses beyond its bound; here all wait.
+            replace(scheduler_limits(self.tandem, site, pool.tokens), queue_bound=sys.maxsize),
             mixed_step_tokens(self.tandem, site),
         )
 

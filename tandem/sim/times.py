@@ -1,6 +1,6 @@
 """How long a step of a worker takes, by what is in it. Pure.
 
-Both models are linear in the same terms of a step (`Terms`), and so a measured one can be put beside a computed one.
+All models see the same terms of a step (`Terms`), and so a measured one can be put beside a computed one.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvtransfer.layout import KvFormat
@@ -17,16 +17,20 @@ from router.policy.choose import choose
 from router.policy.pool import Pool
 from router.policy.route import RequestFacts
 from router.policy.snapshot import Snapshot
-from tandem.core.errors import ConfigError
+from router.workers.learnt import Learnt
+from tandem.core.errors import ConfigError, InternalError
 from tandem.core.identity import Role, WorkerKey
 from tandem.core.pages import page_table, pages_for
 from tandem.core.sampling import SamplingParams
 from tandem.sim.kernel import Kernel
 from tandem.sim.load import Arrival
-from tandem.sim.machine import TOKEN, Machine
+from tandem.sim.machine import TOKEN, Machine, Work
 from tandem.sim.times import StepTimes
 from tandem.worker.batch import Batch, SchedulerLimits
 from tandem.worker.sequence import Sequence as Choice
+
+#: As `router.workers.registry` has it.
+_REMEMBERED_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +111,12 @@ class _Job:
     prompt: Choice | None = None  # at prefill, until its pages have been sent
     pages: list[int] | None = None  # at decode, once granted
     began_s: float | None = None  # its first chunk is computed
+    granted_s: float | None = None  # prefill knows of the pages
     is_computed: bool = False
+
+    @property
+    def request_id(self) -> str:
+        return str(self.outcome.arrival.number)
 
 
 @dataclass(slots=True)
@@ -125,6 +134,9 @@ class World:
     _waiting: dict[WorkerKey, deque[_Job]] = field(default_factory=dict, init=False)  # for pages of this decode worker
     _link_free_s: dict[WorkerKey, float] = field(default_factory=dict, init=False)
     _told_s: dict[WorkerKey, float] = field(default_factory=dict, init=False)
+    _told: dict[WorkerKey, Work] = field(default_factory=dict, init=False)  # what it had done by then
+    _prefill_speed: Learnt = field(default_factory=Learnt, init=False)  # seconds of a token
+    _mixed_steps: Learnt = field(default_factory=partial(Learnt, _REMEMBERED_S), init=False)
 
     def __post_init__(self) -> None:
         for role, pool in ((Role.PREFILL, self.shape.prefill), (Role.DECODE, self.shape.decode)):
@@ -132,9 +144,11 @@ class World:
                 key = WorkerKey(f"{role.value}-{number}", "1")
                 self.machines[key] = Machine(
                     self.kernel, key, role, num_pages=pool.num_pages, limits=pool.limits, times=self.shape.times,
-                    kv_format=self.shape.kv_format, mixed_step_tokens=pool.mixed_step_tokens, on_step=self._stepped,
+                    kv_format=self.shape.kv_format, mixed_step_tokens=pool.mixed_step_tokens,
+                    on_preempted=self._preempted, on_step=self._stepped,
                 )  # fmt: skip
-                self._waiting[key], self._link_free_s[key], self._told_s[key] = deque(), 0.0, -self.shape.report_s
+                self._waiting[key], self._link_free_s[key] = deque(), 0.0
+                self._told_s[key], self._told[key] = -self.shape.report_s, Work()
             self._pools[role] = Pool(role, [m.load() for m in self.machines.values() if m.role is role])
 
     def run(self, arrivals: Sequence[Arrival]) -> list[Outcome]:
@@ -152,6 +166,8 @@ class World:
         for outcome in outcomes:
             self.kernel.at(outcome.arrival.arrived_s, partial(self._arrive, outcome))
         self.kernel.run_all()
+        if self._jobs:
+            raise InternalError(f"the simulation came to its end before {len(self._jobs)} of its requests did")
         return outcomes
 
     # -- the router
@@ -159,38 +175,59 @@ class World:
     def _arrive(self, outcome: Outcome) -> None:
         arrival, prefill_pool = outcome.arrival, self._pools[Role.PREFILL]
         facts = RequestFacts(num_prompt_tokens=arrival.num_input, mixed_pool_tokens=self.shape.mixed_pool_tokens)
-        snapshot = Snapshot(prefill_pool, self._pools[Role.DECODE], prefill_tokens_per_s=self._prefill_rate())
+        snapshot = Snapshot(
+            prefill_pool,
+            self._pools[Role.DECODE],
+            prefill_tokens_per_s=self._tokens_per_s,
+            mixed_step_s=self._mixed_steps.at(self.kernel.now_s),
+        )
         route = choose(snapshot, facts)
         assert route.decode is not None
         prefill = self.machines[route.prefill] if route.prefill is not None else None
         job = _Job(outcome, self.machines[route.decode], prefill)
         outcome.decode, outcome.prefill = route.decode.worker_id, prefill.key.worker_id if prefill is not None else ""
-        self._jobs[str(arrival.number)] = job
+        self._jobs[job.request_id] = job
         num_pages = pages_for(arrival.num_input, job.decode.pool.page_size)
         self._send(job, job.decode, 0 if prefill is not None else arrival.num_input, num_pages, self._reserve)
         if prefill is not None:
             self._send(job, prefill, arrival.num_input, 0, self._start)
 
-    def _prefill_rate(self) -> float:
-        """Tokens a second, of all that prefill has computed so far; 0: nothing yet."""
-        work = [machine.work for machine in self.machines.values() if machine.role is Role.PREFILL]
-        busy_s = sum(one.busy_s for one in work)
-        return sum(one.num_tokens for one in work) / busy_s if busy_s else 0.0
+    @property
+    def _tokens_per_s(self) -> float:
+        """That prefill computes; 0: it is not known yet."""
+        of_token_s = self._prefill_speed.at(self.kernel.now_s)
+        return 1 / of_token_s if of_token_s else 0.0
 
     def _send(self, job: _Job, to: Machine, num_tokens: int, num_pages: int, call: Callable[[_Job], object]) -> None:
-        number = job.outcome.arrival.number
-        to.report.sent[number] = num_tokens, num_pages
+        to.num_commands_sent += 1
+        number = to.num_commands_sent
+        to.known.hold(job.request_id, number, num_tokens, num_pages, computes=num_tokens > 0)
         self._pools[to.role].put(to.load())
 
         def arrive() -> None:
-            to.arrived.add(number)
+            to.num_commands = number
             call(job)
 
         self.kernel.after(self.shape.message_s, arrive)
 
+    def _taken_up(self, machine: Machine, job: _Job, *, steps: bool) -> None:
+        """The router hears that the worker has pages for it, computes it or generates."""
+        if machine.known.note_taken_up(job.request_id, steps=steps):
+            self._pools[machine.role].put(machine.load())
+
+    def _let_go(self, machine: Machine, job: _Job) -> None:
+        if machine.known.let_go(job.request_id):
+            self._pools[machine.role].put(machine.load())
+
     def _tell(self, machine: Machine) -> None:
+        now_s, work, before = self.kernel.now_s, machine.work, self._told[machine.key]
         machine.tell()
-        self._told_s[machine.key] = self.kernel.now_s
+        if machine.role is Role.PREFILL:
+            self._prefill_speed.note(work.busy_s - before.busy_s, work.num_tokens - before.num_tokens, now_s)
+        else:
+            num = work.num_mixed_steps - before.num_mixed_steps
+            self._mixed_steps.note(work.mixed_s - before.mixed_s, num, now_s)
+        self._told[machine.key], self._told_s[machine.key] = replace(work), now_s
         self._pools[machine.role].put(machine.load())
 
     # -- prefill
@@ -198,15 +235,14 @@ class World:
     def _start(self, job: _Job) -> None:
         assert job.prefill is not None
         job.prompt = self._choice(job, job.prefill)
-        if job.pages is not None:
-            job.prompt.promoted = True
+        job.prompt.promoted = job.granted_s is not None
         job.prefill.scheduler.add(job.prompt)
         job.prefill.wake()
 
     def _choice(self, job: _Job, machine: Machine) -> Choice:
         arrival = job.outcome.arrival
         return Choice(
-            request_id=str(arrival.number), attempt=1, choice=0, turn=0.0, arrival=arrival.number,
+            request_id=job.request_id, attempt=1, choice=0, turn=0.0, arrival=arrival.number,
             token_ids=[TOKEN] * arrival.num_input, num_prompt=arrival.num_input,
             params=SamplingParams(max_tokens=arrival.num_output), paced=machine.role is Role.DECODE,
         )  # fmt: skip
@@ -215,13 +251,12 @@ class World:
         """Once the prompt is computed and decode has pages for it; the chunks before the last one are on their way."""
         assert job.prefill is not None
         assert job.began_s is not None
-        shape, key, now_s = self.shape, job.prefill.key, self.kernel.now_s
-        num_bytes = job.outcome.arrival.num_input * shape.kv_format.layout.token_bytes
-        chunk_bytes = min(num_bytes, shape.prefill.limits.chunk_size * shape.kv_format.layout.token_bytes)
-        end_s = max(
-            max(self._link_free_s[key], job.began_s) + num_bytes / shape.bytes_per_s,
-            now_s + chunk_bytes / shape.bytes_per_s,
-        )
+        assert job.granted_s is not None
+        shape, key, now_s, num_input = self.shape, job.prefill.key, self.kernel.now_s, job.outcome.arrival.num_input
+        of_token_s = shape.kv_format.layout.token_bytes / shape.bytes_per_s
+        num_last = num_input % shape.prefill.limits.chunk_size or min(num_input, shape.prefill.limits.chunk_size)
+        start_s = max(self._link_free_s[key], job.began_s, job.granted_s)
+        end_s = max(start_s + num_input * of_token_s, now_s + num_last * of_token_s)
         self._link_free_s[key] = end_s
         self.kernel.at(end_s + shape.latency_s, partial(self._sent, job))
 
@@ -231,6 +266,8 @@ class World:
         assert job.pages is not None
         job.prefill.free(job.prompt)
         job.prefill.wake()
+        self._let_go(job.prefill, job)
+        self._tell(job.prefill)
         arrival, decode = job.outcome.arrival, job.decode
         decode.pool.admit(job.pages)
         choice = self._choice(job, decode)
@@ -239,6 +276,7 @@ class World:
         decode.num_waiting -= 1
         decode.scheduler.enter(choice)
         decode.wake()
+        self._taken_up(decode, job, steps=True)
 
     # -- decode
 
@@ -248,6 +286,7 @@ class World:
         if job.prefill is None:
             job.decode.scheduler.add(self._choice(job, job.decode))
             job.decode.wake()
+            self._taken_up(job.decode, job, steps=True)
             return
         job.decode.num_waiting += 1
         self._waiting[job.decode.key].append(job)
@@ -267,18 +306,29 @@ class World:
             waiting.popleft()
             num_places -= 1
             job.pages = pages
+            self._taken_up(decode, job, steps=False)
             self.kernel.after(self.shape.message_s, partial(self._granted, job))
 
     def _granted(self, job: _Job) -> None:
+        """Prefill hears of it. Its prompt goes before all that have no pages at decode, and keeps its own."""
         if job.outcome.is_over:
             return
+        assert job.prefill is not None
+        job.granted_s = self.kernel.now_s
+        if job.prompt is None:
+            return
+        job.prefill.scheduler.promote(job.prompt)
         if job.is_computed:
             self._send_pages(job)
-        elif job.prompt is not None:
-            assert job.prefill is not None
-            job.prefill.scheduler.promote(job.prompt)
+        job.prefill.wake()
 
     # -- steps
+
+    def _preempted(self, choice: Choice) -> None:
+        """It is computed again; at prefill it has nothing to send until then."""
+        job = self._jobs[choice.request_id]
+        if choice is job.prompt:
+            job.is_computed, job.began_s = False, None
 
     def _stepped(self, machine: Machine, batch: Batch) -> None:
         now_s = self.kernel.now_s
@@ -286,12 +336,16 @@ class World:
             job = self._jobs[item.sequence.request_id]
             if job.began_s is None:
                 job.began_s = now_s
+                self._taken_up(machine, job, steps=True)
             if not item.samples:
                 continue
-            job.outcome.token(now_s)
             if machine is job.prefill:
+                if not job.outcome.num_tokens:  # else it was computed before, and lost its pages
+                    job.outcome.token(now_s)
                 self._computed(job)
-            elif job.outcome.is_over:
+                continue
+            job.outcome.token(now_s)
+            if job.outcome.is_over:
                 machine.free(item.sequence)
                 self._end(job)
         if machine.role is Role.DECODE:
@@ -311,7 +365,7 @@ class World:
             self._end(job)
             return
         job.prefill.scheduler.park(job.prompt)
-        if job.pages is not None:
+        if job.granted_s is not None:
             self._send_pages(job)
 
     def _give_up_pages(self, job: _Job) -> None:
@@ -326,5 +380,8 @@ class World:
         self._grant(decode)
 
     def _end(self, job: _Job) -> None:
-        del self._jobs[str(job.outcome.arrival.number)]
+        del self._jobs[job.request_id]
+        self._let_go(job.decode, job)
+        if job.prefill is not None:
+            self._let_go(job.prefill, job)
         self.on_end(job.outcome)

@@ -356,7 +356,8 @@ class Preflight:
     @property
     def weight_bytes(self) -> int:
         if self.facts.quantization is not None:
-            return loaded_bytes(read_heads(self.facts.directory), read_scheme(self.facts.quantization))
+            heads, scheme = read_heads(self.facts.directory), read_scheme(self.facts.quantization)
+            return loaded_bytes(heads, scheme, self.config.model.quantize)
         stored = self.facts.weight_bytes(self._stored_dtype)
         # Rounding needs both for a while; how much of the one is free by then depends on how they lie.
         return stored if self.config.model.quantize == "none" else stored * 3 // 2

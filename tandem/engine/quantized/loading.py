@@ -15,7 +15,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from tandem.core.errors import ModelLoadError, UnsupportedModelError
 from tandem.core.model_path import read_heads
 from tandem.engine.quantized.scheme import Scheme, read_scheme
-from tandem.engine.quantized.shapes import by_layer, check
+from tandem.engine.quantized.shapes import WITHOUT_MEANING, by_layer, check
 from tandem.engine.quantized.stored_linear import StoredLinear
 
 #: What `transformers` calls this way of loading.
@@ -26,15 +26,17 @@ _TYPES = {
 }  # fmt: skip
 #: Of numbers that are no weights by themselves.
 _QUANTIZED_TYPES = {"F8_E4M3", "F8_E5M2", "I8", "U8", "I32"}
-#: Ends of names without which weights are other ones; but for those of inputs, and of K and V.
-_MEANINGFUL = ("scale", "scales", "scale_inv", "qweight", "qzeros", "zero_point", "weight_packed", "g_idx")
-_WITHOUT_MEANING = {"input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "input_zero_point"}
+#: Names of tensors without which the weights beside them are other ones.
+_MEANINGFUL = {
+    "scale", "scales", "qscale", "qscale_weight", "scale_inv", "weight_scale", "weight_scale_inv", "qweight", "qzeros",
+    "zero_point", "weight_zero_point", "weight_packed", "g_idx", "weight_g_idx",
+}  # fmt: skip
 
 
 def scheme_of(config: PreTrainedConfig) -> Scheme | None:
     """How the checkpoint is quantised; `None`: it is not. Raises `UnsupportedModelError`."""
     said = getattr(config, "quantization_config", None)
-    return None if said is None else read_scheme(_as_dict(said))
+    return read_scheme(_as_dict(said)) if said else None
 
 
 def plain(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -98,7 +100,9 @@ class _StoredQuantizer(HfQuantizer):  # type: ignore[misc]
                 raise ModelLoadError(f"{config.model_dir}: {layer} lacks its bias")
             check(layer, of_layer, scheme, module.in_features, module.out_features)
             empty = {
-                own: torch.empty(head.shape, dtype=_TYPES[head.dtype], device="meta") for own, head in of_layer.items()
+                own: torch.empty(head.shape, dtype=_TYPES[head.dtype], device="meta")
+                for own, head in of_layer.items()
+                if own not in WITHOUT_MEANING
             }
             model.set_submodule(place, StoredLinear(layer, scheme, module.in_features, module.out_features, empty))
 
@@ -127,7 +131,8 @@ def check_all_is_understood(model_dir: Path, model: nn.Module, unexpected: Itera
                 f"{model_dir}: {name} is {head.dtype}, and quantization_config in config.json does not say what that "
                 "means; take a checkpoint that does"
             )
+    modules = {name for name, _ in model.named_modules()}
     for name in sorted(unexpected):
-        own = name.rpartition(".")[2]
-        if own.endswith(_MEANINGFUL) and own not in _WITHOUT_MEANING:
+        layer, _, own = name.rpartition(".")
+        if own in _MEANINGFUL and layer in modules:
             raise UnsupportedModelError(f"{model_dir}: nothing here knows what {name} is for; it is not served so")

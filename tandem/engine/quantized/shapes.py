@@ -12,8 +12,10 @@ from tandem.engine.quantized.scheme import Packing, Scheme
 _WORD_BITS = 32
 _REALS = ("F16", "BF16", "F32")
 _FLOAT8, _INT8, _WORDS, _INDICES = ("F8_E4M3",), ("I8",), ("I32",), ("I32", "I64")
-#: What else a layer may have: what rounds its inputs, or K and V, which are computed with as they are.
-_OTHERS = {"bias", "input_scale", "output_scale", "k_scale", "v_scale", "input_zero_point"}
+#: What else a layer may have: of inputs, outputs, K and V, which are computed with as they are.
+WITHOUT_MEANING = {
+    f"{of}_{what}" for of in ("input", "output", "q", "k", "v", "kv") for what in ("scale", "zero_point")
+}
 #: Parts of a layer that are float32 at the same time while it is proved and packed: of the greatest, three at most.
 _COPIES = 6
 _REAL_BYTES = 4
@@ -34,12 +36,12 @@ def by_layer(heads: Heads) -> dict[str, dict[str, TensorHead]]:
 
 def check(layer: str, heads: Heads, scheme: Scheme, num_in: int, num_out: int) -> None:
     """Raises `ModelLoadError` where these tensors are not what `scheme` says of `num_in` to `num_out` features."""
-    expected = _expected(scheme, num_in, num_out)
+    expected = {**_expected(scheme, num_in, num_out), "bias": (_REALS, ((num_out,),))}
     what = f"{scheme.describe()}, {num_in} to {num_out} features"
     if missing := [name for name in scheme.tensors if name not in heads]:
         raise ModelLoadError(f"{layer} lacks {', '.join(missing)} ({what}); get its files anew")
     for name, head in heads.items():
-        if name in _OTHERS:
+        if name in WITHOUT_MEANING:
             continue
         if name not in expected:
             raise ModelLoadError(f"{layer} has a tensor {name}, which says nothing here ({what}); it is not served so")
@@ -91,14 +93,15 @@ def _expected(scheme: Scheme, num_in: int, num_out: int) -> dict[str, _Expected]
             return {"weight": (_FLOAT8, ((num_out, num_in),)), "weight_scale_inv": (_REALS, (blocks,))}
 
 
-def loaded_bytes(heads: Heads, scheme: Scheme) -> int:
-    """The most memory that a checkpoint takes while it is loaded, and afterwards."""
+def loaded_bytes(heads: Heads, scheme: Scheme, quantize: str = "none") -> int:
+    """The most memory that a checkpoint takes while it is loaded, and afterwards. `quantize`: as `model.quantize`."""
+    kept_as = scheme.kept_as if quantize == "none" else quantize
     packed = plain = greatest = 0
     for layer in by_layer(heads).values():
         if (mark := scheme.tensors[0]) in layer:
             head = layer["weight"] if "weight" in layer else layer[mark]
             num = head.num_bytes * 8 // scheme.bits
-            packed += num * 5 // 8 if scheme.kept_as == "int4" else num
+            packed += num * 5 // 8 if kept_as == "int4" else num
             greatest = max(greatest, num)
         else:
             plain += sum(head.num_bytes for head in layer.values())

@@ -41,9 +41,13 @@ class StoredLinear(nn.Module):
         if raw is not None and any(tensor.is_meta for tensor in self.buffers()):
             return raw
         try:
-            return unpacked(dict(self.named_buffers()), self.scheme)
+            weight = unpacked(dict(self.named_buffers()), self.scheme)
         except ModelLoadError as error:
             raise ModelLoadError(f"{self.name}: {error.message}") from error
+        if weight.shape != (self.out_features, self.in_features):  # padded to whole words, or what it says of itself
+            shape = f"{list(weight.shape)}, not {[self.out_features, self.in_features]}"
+            raise ModelLoadError(f"{self.name} makes a weight of {shape}; get its files anew")
+        return weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else self.bias.float()

@@ -17,7 +17,10 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def unpacked(tensors: Tensors, scheme: Scheme) -> torch.Tensor:
-    """The weight of a layer with these tensors, by the names that they have in a checkpoint."""
+    """The weight of a layer with these tensors, by the names that they have in a checkpoint.
+
+    Raises `ModelLoadError` where the numbers are not what the scheme says.
+    """
     return _UNPACKERS[scheme.packing](tensors, scheme)
 
 
@@ -32,7 +35,7 @@ def _gptq(tensors: Tensors, scheme: Scheme) -> torch.Tensor:
         raise ModelLoadError("it has zero points, and its config says sym: true; is checkpoint_format the right one?")
     groups = neighbours = _neighbours(num_in, scheme)
     if (order := tensors.get("g_idx")) is not None:
-        groups = order.long()
+        groups = _in_range(order, len(zeros))
         if not scheme.ordered and not torch.equal(groups, neighbours):
             raise ModelLoadError("its groups are not of neighbours (g_idx), though its config says desc_act: false")
     return _scaled(numbers, zeros.T, tensors["scales"].T, groups)
@@ -57,10 +60,14 @@ def _compressed(tensors: Tensors, scheme: Scheme) -> torch.Tensor:
     num_out, num_in = tensors["weight_shape"].tolist()
     numbers = _numbers(tensors["weight_packed"], scheme.bits)[:, :num_in] - half
     scales = tensors["weight_scale"]
+    if numbers.shape != (num_out, num_in) or len(scales) != num_out:
+        raise ModelLoadError(f"its weight_shape {[num_out, num_in]} is not that of its other tensors")
     zeros = torch.zeros(scales.shape, dtype=torch.int32)
     if not scheme.symmetric:
         zeros = (_numbers(tensors["weight_zero_point"].T, scheme.bits)[:, :num_out] - half).T
-    groups = tensors["weight_g_idx"].long() if scheme.ordered else _neighbours(num_in, scheme)
+    groups = (
+        _in_range(tensors["weight_g_idx"], scales.shape[1]) if scheme.ordered else _neighbours(num_in, scheme)
+    )
     return _scaled(numbers, zeros, scales, groups)
 
 
@@ -92,6 +99,12 @@ def _numbers(words: torch.Tensor, bits: int) -> torch.Tensor:
     """int32 `[rows, columns * per word]` of int32 `[rows, columns]`: the lowest bits of a word come first."""
     shifts = torch.arange(0, _WORD_BITS, bits, dtype=torch.int32)
     return ((words[..., None] >> shifts) & ((1 << bits) - 1)).flatten(1)
+
+
+def _in_range(groups: torch.Tensor, num_groups: int) -> torch.Tensor:
+    if bool(((groups < 0) | (groups >= num_groups)).any()):
+        raise ModelLoadError(f"its table of groups (g_idx) names others than its {num_groups}")
+    return groups.long()
 
 
 def _neighbours(num_in: int, scheme: Scheme) -> torch.Tensor:

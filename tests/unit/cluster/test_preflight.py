@@ -215,6 +215,7 @@ def test_memory_of_quantised_checkpoints_is_planned_by_what_becomes_of_them() ->
     # The layer as int8, and the head as it is; the layer six times in float32 for a while.
     assert loaded_bytes(heads, awq) == 512 * 256 + 2 * 512 * 1024 + 6 * 4 * 512 * 256
     gptq = read_scheme({"quant_method": "gptq", "bits": 4, "group_size": 128})
+    assert loaded_bytes(heads, gptq, "int8") == loaded_bytes(heads, awq)
     assert loaded_bytes(heads, gptq) == 512 * 256 * 5 // 8 + 2 * 512 * 1024 + 6 * 4 * 512 * 256
 
 

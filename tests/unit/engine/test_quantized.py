@@ -145,6 +145,8 @@ Q = "model.layers.1.self_attn.q_proj"
         (lambda tensors: tensors.update({f"{Q}.qweight": tensors[f"{Q}.qweight"].long()}), "qweight is I64"),
         (lambda tensors: tensors.update({f"{Q}.lora": torch.zeros(1)}), "a tensor lora"),
         (lambda tensors: tensors[f"{Q}.qzeros"].add_(1), "zero points.*sym: true"),
+        (lambda tensors: tensors[f"{Q}.g_idx"].add_(1), "names others than its"),
+        (lambda tensors: tensors.update({f"{Q}.bias": torch.zeros(3, dtype=torch.float16)}), r"bias is F16 \[3\]"),
         (lambda tensors: tensors[f"{Q}.g_idx"].copy_(tensors[f"{Q}.g_idx"].flip(0)), "desc_act: false"),
     ],
 )
@@ -169,6 +171,29 @@ def test_tensors_that_nobody_reads_are_not_left_out(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=named):
         helpers.load_engine(edited(quantized, tmp_path / "copy", edit))
+
+
+def test_scales_of_inputs_and_of_kv_are_left_out(quantized: Path, tmp_path: Path) -> None:
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{Q}.input_scale"] = torch.ones(1)
+        tensors[f"{Q}.input_zero_point"] = torch.zeros(1, dtype=torch.uint8)
+        tensors["model.layers.1.self_attn.k_scale"] = torch.ones(1)
+        tensors["vision.tower.scale"] = torch.ones(1)
+
+    engine = helpers.load_engine(edited(quantized, tmp_path / "copy", add))
+    assert torch.equal(logits(engine), logits(helpers.load_engine(quantized)))
+
+
+@pytest.mark.parametrize("shape", [[64, 32], [32, 64], [64, 96]])
+def test_a_weight_that_says_another_shape_of_itself_is_named(tmp_path: Path, shape: list[int]) -> None:
+    plain = helpers.save_model("llama", tmp_path / "plain")
+    made.write(plain, made.compressed(), tmp_path / "quantized", tmp_path / "same")
+
+    def change_shape(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{Q}.weight_shape"] = torch.tensor(shape)
+
+    with pytest.raises(ModelLoadError, match=rf"{re.escape(Q)}.*(weight_shape|makes a weight)"):
+        helpers.load_engine(edited(tmp_path / "quantized", tmp_path / "copy", change_shape))
 
 
 def test_float8_that_no_config_tells_of_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from itertools import pairwise
 
 import pytest
@@ -55,7 +56,7 @@ def test_of_one_request_every_moment_can_be_counted() -> None:
     # Two chunks of 64 and 36 tokens.
     assert one.ttft_s == pytest.approx(MESSAGE_S + 2 * STEP_S + 100 * TOKEN_S)
     # The first chunk's pages left while the second was computed; the last chunk's leave behind it.
-    sent_s = 64 * TOKEN_BYTES / 1e9 + LATENCY_S
+    sent_s = 36 * TOKEN_BYTES / 1e9 + LATENCY_S
     assert one.longest_gap_s == pytest.approx(sent_s + STEP_S + TOKEN_S)
     assert one.e2e_s == pytest.approx(one.ttft_s + sent_s + 10 * (STEP_S + TOKEN_S))
     assert (one.prefill, one.decode) == ("prefill-0", "decode-0")
@@ -102,6 +103,36 @@ def test_more_workers_take_more_and_each_its_part() -> None:
     assert sum(one.ttft_s for one in many) < sum(one.ttft_s for one in few) / 4
     busy = [machine.work.num_tokens for machine in world.machines.values() if machine.role is Role.PREFILL]
     assert min(busy) > 0.5 * max(busy)
+
+
+def test_prompts_that_lose_their_pages_at_prefill_are_computed_again_and_sent_once() -> None:
+    """Decode grants late, and those to whom it does go before the others."""
+    num_preempted = 0
+    for seed in range(12):
+        shape = dataclasses.replace(
+            SHAPE, prefill=PoolShape(2, 40, LIMITS), decode=PoolShape(2, 30, LIMITS), bytes_per_s=2000 * TOKEN_BYTES
+        )
+        rng = random.Random(seed)
+        arrivals = [Arrival(n, rng.random(), rng.randint(1, 400), rng.randint(1, 40)) for n in range(60)]
+        world, outcomes = simulated(shape, arrivals)
+        num_preempted += sum(m.work.num_preemptions for m in world.machines.values() if m.role is Role.PREFILL)
+        computed = sum(m.work.num_tokens for m in world.machines.values() if m.role is Role.DECODE)
+        assert computed >= sum(one.num_tokens - 1 for one in outcomes), "each token but the first is of a decode step"
+    assert num_preempted > 20
+
+
+def test_what_the_router_knows_of_an_idle_worker_is_that_it_is_idle() -> None:
+    arrivals = [Arrival(number, 0.1 * number, 100, 1 + number % 2) for number in range(20)]
+    world, _ = simulated(SHAPE, arrivals)
+    for machine in world.machines.values():
+        load = machine.load()
+        assert (load.num_active, load.num_queued_tokens, load.num_stepping) == (0, 0, 0)
+        assert load.num_available_pages == machine.pool.num_pages
+
+
+def test_an_overload_waits_and_is_not_lost() -> None:
+    _, outcomes = simulated(SHAPE, drawn(1500, 1000.0, Lengths(60), Lengths(4), seed=1))
+    assert max(one.ttft_s for one in outcomes) > 10
 
 
 def test_the_same_scenario_gives_the_same() -> None:

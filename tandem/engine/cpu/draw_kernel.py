@@ -400,5 +400,5 @@ def draw_rows(draws: Sequence[Draw], num_threads: int) -> list[int]:
 
 
 def compile_kernel() -> None:
-    """Now, and not when a request first draws."""
-    draw_rows([Draw(np.zeros(1, np.float32), SamplingParams(), 0.0)], 1)
+    """Now, and not when a request first draws. Nothing runs: that would borrow threads of other workers."""
+    _draw_kernel.call(0, *[0] * len(_ARGUMENTS))

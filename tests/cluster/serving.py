@@ -72,7 +72,7 @@ class Serve:
         self._news: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 
-    def wait_for(self, text: str, timeout_s: float = 90.0) -> str:
+    def wait_for(self, text: str, timeout_s: float = 150.0) -> str:
         """The first line, from here on, that holds `text`."""
         deadline = time.monotonic() + timeout_s
         while (line := self._news.get(timeout=max(0.1, deadline - time.monotonic()))) is not None:

@@ -210,7 +210,9 @@ def _kernels(options: argparse.Namespace) -> int:
 
 def _host(options: argparse.Namespace) -> int:
     from benchmarks.host import command
+    from tandem.core import garbage
 
+    garbage.settle()  # as a worker does when it is ready
     command.run(options.json)
     return 0
 

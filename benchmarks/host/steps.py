@@ -9,7 +9,6 @@ import torch
 
 from decode_worker.job import DecodeJob
 from kvtransfer.protocol.messages import AttemptKey
-from tandem.core import garbage
 from tandem.core.pages import PagePool, page_keys, pages_for
 from tandem.core.sampling import SamplingParams
 from tandem.engine.batch import build_batch, check_pages, check_sequence
@@ -35,7 +34,6 @@ class Steps:
     def __init__(self, num_sequences: int, context: int) -> None:
         self._max_context = context + _ROOM
         pool = PagePool(num_sequences * pages_for(self._max_context, PAGE_SIZE), PAGE_SIZE)
-        garbage.settle()  # as a worker does when it is ready
         limits = SchedulerLimits(num_sequences, max(2048, num_sequences), 512, num_sequences)
         self._scheduler = BatchScheduler(pool, limits, salt=_SALT)
         self._sampled = [[7]] * num_sequences

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+#: What mixed steps and reads from tiers take holds so long without another figure.
+REMEMBERED_S = 30.0
 # Of the newest figure in the mean.
 _WEIGHT = 1 / 16
 

@@ -24,7 +24,7 @@ from router.workers import wire
 from router.workers.abilities import Abilities, Ability
 from router.workers.described import described, mismatches, outlined
 from router.workers.known_pages import Foreseen, KnownPages
-from router.workers.learnt import Learnt
+from router.workers.learnt import REMEMBERED_S, Learnt
 from router.workers.session import SessionState, WorkerSession
 from tandem.core.clock import Clock, MonotonicClock
 from tandem.core.errors import IncompatibleError
@@ -39,7 +39,6 @@ from tandem.rpc.v1.prefill_pb2 import HandoffDone, LinkChanged, PrefillEnded, Wo
 _log = logging.getLogger(__name__)
 
 _CONNECTABLE = ("ready", "draining")
-_REMEMBERED_S = 30.0  # what mixed steps and reads from tiers take, without another one
 _NOTHING = WorkerStatus()
 
 
@@ -80,7 +79,7 @@ class WorkerRegistry:
         self._num_members: Counter[Role] = Counter()
         # Of prefill workers, tokens in a second of computation; of decode workers, seconds of the steps in which they
         # compute prompts; of each worker, seconds for a token that it reads from a tier.
-        self._prefill_speed, self._mixed_steps = Learnt(), Learnt(_REMEMBERED_S)
+        self._prefill_speed, self._mixed_steps = Learnt(), Learnt(REMEMBERED_S)
         self._tier_reads: dict[WorkerKey, Learnt] = {}
         self._tier_read_s: dict[WorkerKey, float] = {}
         #: Members that decode workers have found silent beyond lease and grace; for the supervisor.
@@ -427,7 +426,7 @@ class WorkerRegistry:
         num, took_s = sum(tier.read for tier in report.tiers), sum(tier.read_s for tier in report.tiers)
         num_before, took_before_s = self._counted_reads.get(session.key, (num, took_s))
         self._counted_reads[session.key] = num, took_s
-        learnt, now_s = self._tier_reads.setdefault(session.key, Learnt(_REMEMBERED_S)), self._clock.now()
+        learnt, now_s = self._tier_reads.setdefault(session.key, Learnt(REMEMBERED_S)), self._clock.now()
         if num > num_before:
             learnt.note((took_s - took_before_s) / session.info.layout.page_size, num - num_before, now_s)
         self._tier_read_s[session.key] = learnt.at(now_s)

@@ -126,7 +126,7 @@ def read_facts(path: str, directory: Path) -> ModelFacts:
         head_dim=head_dim,
         num_parameters=sum(math.prod(head.shape) for head in tensors.values()),
         num_bytes=sum(head.num_bytes for head in tensors.values()),
-        tensors_dtype=tensors_dtype(directory),
+        tensors_dtype=_dtype_of(tensors),
         has_experts=any(_first(text, name) for name in _EXPERTS),
         quantization=_quantization(config),
     )
@@ -139,9 +139,13 @@ def tensors_dtype(directory: Path) -> str:
     Raises:
         ModelLoadError: a file is no safetensors file.
     """
+    return _dtype_of(read_heads(directory))
+
+
+def _dtype_of(heads: dict[str, TensorHead]) -> str:
     types = {
         head.dtype
-        for name, head in read_heads(directory).items()
+        for name, head in heads.items()
         if "F" in head.dtype and not head.dtype.startswith("F8") and not name.endswith(_SCALES)
     }
     return _SHORT_TYPES.get(types.pop(), "float32") if len(types) == 1 else "float32"

@@ -304,7 +304,8 @@ def weights_sha256(model: PreTrainedModel, types: Types) -> str:
     if types.multiplied != types.computed:
         digest.update(f"products of {types.multiplied}\n".encode())
     if types.quantized:
-        digest.update(f"weights rounded to {types.quantized}\n".encode())
+        which = "quantised weights kept as" if types.only_stored else "weights rounded to"
+        digest.update(f"{which} {types.quantized}\n".encode())
     config = {key: value for key, value in model.config.to_dict().items() if key not in _CONFIG_NOISE}
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     seen: dict[tuple[int, tuple[int, ...]], str] = {}

@@ -17,7 +17,7 @@ from router.policy.choose import choose
 from router.policy.pool import Pool
 from router.policy.route import RequestFacts
 from router.policy.snapshot import Snapshot
-from router.workers.learnt import Learnt
+from router.workers.learnt import REMEMBERED_S, Learnt
 from tandem.core.errors import ConfigError, InternalError
 from tandem.core.identity import Role, WorkerKey
 from tandem.core.pages import page_table, pages_for
@@ -28,9 +28,6 @@ from tandem.sim.machine import TOKEN, Machine, Work
 from tandem.sim.times import StepTimes
 from tandem.worker.batch import Batch, SchedulerLimits
 from tandem.worker.sequence import Sequence as Choice
-
-#: As `router.workers.registry` has it.
-_REMEMBERED_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +132,8 @@ class World:
     _link_free_s: dict[WorkerKey, float] = field(default_factory=dict, init=False)
     _told_s: dict[WorkerKey, float] = field(default_factory=dict, init=False)
     _told: dict[WorkerKey, Work] = field(default_factory=dict, init=False)  # what it had done by then
-    _prefill_speed: Learnt = field(default_factory=Learnt, init=False)  # seconds of a token
-    _mixed_steps: Learnt = field(default_factory=partial(Learnt, _REMEMBERED_S), init=False)
+    _prefill_speed: Learnt = field(default_factory=Learnt, init=False)  # tokens a second of computation
+    _mixed_steps: Learnt = field(default_factory=partial(Learnt, REMEMBERED_S), init=False)
 
     def __post_init__(self) -> None:
         for role, pool in ((Role.PREFILL, self.shape.prefill), (Role.DECODE, self.shape.decode)):
@@ -178,7 +175,7 @@ class World:
         snapshot = Snapshot(
             prefill_pool,
             self._pools[Role.DECODE],
-            prefill_tokens_per_s=self._tokens_per_s,
+            prefill_tokens_per_s=self._prefill_speed.at(self.kernel.now_s),
             mixed_step_s=self._mixed_steps.at(self.kernel.now_s),
         )
         route = choose(snapshot, facts)
@@ -191,12 +188,6 @@ class World:
         self._send(job, job.decode, 0 if prefill is not None else arrival.num_input, num_pages, self._reserve)
         if prefill is not None:
             self._send(job, prefill, arrival.num_input, 0, self._start)
-
-    @property
-    def _tokens_per_s(self) -> float:
-        """That prefill computes; 0: it is not known yet."""
-        of_token_s = self._prefill_speed.at(self.kernel.now_s)
-        return 1 / of_token_s if of_token_s else 0.0
 
     def _send(self, job: _Job, to: Machine, num_tokens: int, num_pages: int, call: Callable[[_Job], object]) -> None:
         to.num_commands_sent += 1
@@ -223,7 +214,8 @@ class World:
         now_s, work, before = self.kernel.now_s, machine.work, self._told[machine.key]
         machine.tell()
         if machine.role is Role.PREFILL:
-            self._prefill_speed.note(work.busy_s - before.busy_s, work.num_tokens - before.num_tokens, now_s)
+            if (busy_s := work.busy_s - before.busy_s) > 0:
+                self._prefill_speed.note((work.num_tokens - before.num_tokens) / busy_s, 1, now_s)
         else:
             num = work.num_mixed_steps - before.num_mixed_steps
             self._mixed_steps.note(work.mixed_s - before.mixed_s, num, now_s)

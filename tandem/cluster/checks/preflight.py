@@ -199,7 +199,7 @@ class Preflight:
                     f"{facts.name} comes quantised, which is served on CPUs only; take its plain weights, or no GPUs",
                     key="model.path",
                 )
-            if dtype != "float32" or self.config.model.dtype not in ("auto", "float32"):
+            if self.config.model.dtype not in ("auto", "float32"):
                 said = f"{facts.name} comes quantised, and is computed in float32; leave model.dtype out"
                 raise ConfigError(said, key="model.dtype")
         weights = human_bytes(self.weight_bytes)
@@ -353,7 +353,7 @@ class Preflight:
     def _num_cpu_workers(self) -> int:
         return sum(pool.workers for pool in self._pools.values() if not pool.gpus)
 
-    @property
+    @cached_property
     def weight_bytes(self) -> int:
         if self.facts.quantization is not None:
             heads, scheme = read_heads(self.facts.directory), read_scheme(self.facts.quantization)

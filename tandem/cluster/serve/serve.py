@@ -377,8 +377,9 @@ class Serving:
     def _say_plan(self, plan: Plan) -> None:
         pools, facts = plan.config.pools, plan.facts
         share, dtype = plan.kv_bytes[Role.DECODE], plan.weights_dtype
-        size = f"{human_bytes(facts.weight_bytes(dtype))} in {dtype}"
-        if facts.quantization is not None:
+        if facts.quantization is None:
+            size = f"{human_bytes(facts.weight_bytes(dtype))} in {dtype}"
+        else:
             size = f"{human_bytes(facts.num_bytes)}, {read_scheme(facts.quantization).describe()}"
         self._reporter.line(f"  model       {facts.name} ({facts.architecture}, {size}) from {facts.directory}")
         self._reporter.line(

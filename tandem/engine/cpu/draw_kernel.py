@@ -173,7 +173,7 @@ def _extremes(weights, num):  # type: ignore[no-untyped-def] # pragma: no cover 
 
 @_jit
 def _sort(values, num):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    """The first `num`, rising: Shell's sort, which takes a tenth of the time to compile that Numba's own does."""
+    """The first `num`, rising: Shell's sort, which is little to compile."""
     for gap in _GAPS:
         for index in range(gap, num):
             value, place = values[index], index

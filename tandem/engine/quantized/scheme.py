@@ -24,7 +24,7 @@ class Packing(Enum):
 
 
 #: The tensors that a layer must have; by the first of them it shows that it is quantised.
-TENSORS = {
+_TENSORS = {
     Packing.GPTQ: ("qweight", "qzeros", "scales"),
     Packing.AWQ: ("qweight", "qzeros", "scales"),
     Packing.COMPRESSED: ("weight_packed", "weight_scale", "weight_shape"),
@@ -57,7 +57,7 @@ class Scheme:
     @property
     def kept_as(self) -> str:
         """What weights are rounded to when they are packed: `int4` where that holds the same numbers, or `int8`."""
-        has_fours = self.bits == 4 and self.symmetric and not self.ordered and self.packing is not Packing.AWQ
+        has_fours = self.bits == 4 and self.symmetric and not self.ordered
         return "int4" if has_fours and self.group_size and self.group_size % 2 == 0 else "int8"
 
     @property
@@ -66,7 +66,7 @@ class Scheme:
         more = ("weight_zero_point",) if self.packing is Packing.COMPRESSED and not self.symmetric else ()
         order = ("weight_g_idx",) if self.packing is Packing.COMPRESSED and self.ordered else ()
         table = ("g_idx",) if self.packing is Packing.GPTQ and self.ordered else ()
-        return TENSORS[self.packing] + more + order + table
+        return _TENSORS[self.packing] + more + order + table
 
     def describe(self) -> str:
         group = f", groups of {self.group_size}" if self.group_size else ""

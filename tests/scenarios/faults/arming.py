@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from tests.support.waiting import wait_until
 
 _LOOK_S = 0.002
+_T = TypeVar("_T")
 
 
 class PointNotReachedError(AssertionError):
@@ -34,12 +37,7 @@ class Points:
 
     def wait_hit(self, process: str, point: str, timeout_s: float = 20.0) -> float:
         """Until the point is reached; wall clock of that."""
-        try:
-            at = wait_until(lambda: self.hit_at(process, point), f"{process} to {point}", timeout_s, every_s=_LOOK_S)
-        except AssertionError as error:
-            raise PointNotReachedError(str(error)) from None
-        assert at is not None
-        return at
+        return self._wait(lambda: self.hit_at(process, point), f"{process} to {point}", timeout_s)
 
     def arm_any(self, point: str, action: str, nth: int = 1) -> None:
         """As `arm`, for whichever process comes to `point` first; for no other."""
@@ -51,12 +49,15 @@ class Points:
 
     def wait_hit_by_any(self, point: str, timeout_s: float = 20.0) -> str:
         """Until a process comes to `point`; which one."""
+        return self._wait(lambda: self.hit_by(point), f"a process to {point}", timeout_s)
+
+    def _wait(self, look: Callable[[], _T | None], what: str, timeout_s: float) -> _T:
         try:
-            hit = wait_until(lambda: self.hit_by(point), f"a process to {point}", timeout_s, every_s=_LOOK_S)
+            found = wait_until(look, what, timeout_s, every_s=_LOOK_S)
         except AssertionError as error:
             raise PointNotReachedError(str(error)) from None
-        assert hit is not None
-        return hit
+        assert found is not None
+        return found
 
     def go(self, process: str, point: str) -> None:
         """Let a held process go on."""

@@ -95,6 +95,9 @@ def test_workers_tell_it_from_the_same_numbers_that_mean_others(tmp_path: Path) 
     made.write(plain, made.gptq(symmetric=False), quantized, tmp_path / "same")
     copy = shutil.copytree(quantized, tmp_path / "copy")
     assert helpers.load_engine(copy).weights_sha256 == helpers.load_engine(quantized).weights_sha256
+    asked = helpers.load_engine(copy, quantize="int8")
+    assert asked.types.quantized == helpers.load_engine(copy).types.quantized
+    assert asked.weights_sha256 != helpers.load_engine(copy).weights_sha256, "plain layers are rounded, too"
     change(copy, checkpoint_format="gptq_v2")
     assert helpers.load_engine(copy).weights_sha256 != helpers.load_engine(quantized).weights_sha256
 

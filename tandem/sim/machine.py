@@ -10,8 +10,8 @@ from router.policy.known_load import KnownLoad, Report
 from router.policy.worker_load import WorkerLoad
 from tandem.core.identity import Role, WorkerKey
 from tandem.core.pages import PagePool
+from tandem.core.step_times import StepTimes, Terms
 from tandem.sim.kernel import Kernel
-from tandem.sim.times import StepTimes, Terms
 from tandem.worker.batch import Batch, SchedulerLimits
 from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.sequence import Sequence as Choice
@@ -80,7 +80,8 @@ class Machine:
         if not batch.items:
             self._is_busy = False
             return
-        seconds = self._times.seconds(Terms.of(batch))
+        parts = ((item.start, item.num_tokens, item.sequence.is_decode) for item in batch.items)
+        seconds = self._times.seconds(Terms.of(parts))
         self.work.num_steps += 1
         self.work.busy_s += seconds
         self.work.num_tokens += batch.num_tokens

@@ -10,59 +10,14 @@ from kvtransfer.layout import KvFormat, LayoutId
 from tandem.bench.load.traces import load_trace
 from tandem.core.config import Config
 from tandem.core.config_tree import build, key, read_yaml
-from tandem.core.dtypes import DTYPE_BYTES
 from tandem.core.errors import ConfigError
 from tandem.core.identity import Role
+from tandem.core.time_model import PoolSpec, TimeModel
 from tandem.sim.load import Arrival, Lengths, drawn, recorded
-from tandem.sim.times import Card, Fitted, ModelSize, Roofline, StepTimes
 from tandem.sim.world import PoolShape, WorldShape
 from tandem.worker.limits import Site, mixed_step_tokens, scheduler_limits
 
-_GIGA, _TERA = 1e9, 1e12
-
-
-@dataclass(frozen=True)
-class PoolSpec:
-    """Workers of one role, all alike."""
-
-    workers: int = key(1, "How many.", minimum=1)
-    tokens: int = key(100_000, "Tokens of KV for which one has room.", minimum=1)
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """The shape of the model: 8 billion parameters where nothing is said."""
-
-    parameters: float = key(8.0e9, "With which each token is multiplied.", minimum=1)
-    layers: int = key(32, "Of attention.", minimum=1)
-    hidden_size: int = key(4096, "Of a token between layers.", minimum=1)
-    kv_heads: int = key(8, "Of K and V.", minimum=1)
-    head_dim: int = key(128, "Of a head.", minimum=1)
-    weight_bits: int = key(16, "Of a parameter.", minimum=1)
-    kv_dtype: str = key("bfloat16", "Of K and V.", choices=("float32", "float16", "bfloat16"))
-
-
-@dataclass(frozen=True)
-class CardSpec:
-    """The processor of each worker: an H100 where nothing is said."""
-
-    tflops: float = key(989.0, "Peak, of the type that is multiplied; 10^12 operations a second.", minimum=0.001)
-    gb_per_s: float = key(3350.0, "Peak of its memory; 10^9 bytes a second.", minimum=0.001)
-    flops_share: float = key(0.6, "Of the peak that is reached.", minimum=0.01, maximum=1)
-    bytes_share: float = key(0.8, "Of the peak that is reached.", minimum=0.01, maximum=1)
-    overhead_ms: float = key(2.0, "Of a step, beside computing.", minimum=0)
-    is_cpu: bool = key(False, "Limits of steps are those of CPUs.")
-
-
-@dataclass(frozen=True)
-class FittedSpec:
-    """Seconds of a step as a sum, measured elsewhere."""
-
-    base_ms: float = key(10.0, "Of a step.", minimum=0)
-    token_us: float = key(0.0, "Of each token that is computed.", minimum=0)
-    row_us: float = key(0.0, "Of each sequence that generates, beside its token.", minimum=0)
-    read_ns: float = key(0.0, "Of each token of context that is read.", minimum=0)
-    pair_ns: float = key(0.0, "Of each pair of a computed token and one that it attends to.", minimum=0)
+_GIGA = 1e9
 
 
 @dataclass(frozen=True)
@@ -91,15 +46,9 @@ class LoadSpec:
 
 
 @dataclass(frozen=True)
-class Scenario:
+class Scenario(TimeModel):
     """All that a simulation needs."""
 
-    prefill: PoolSpec = field(default_factory=PoolSpec)
-    decode: PoolSpec = field(default_factory=PoolSpec)
-    model: ModelSpec = field(default_factory=ModelSpec)
-    times: str = key("roofline", "How long steps take.", choices=("roofline", "fitted"))
-    card: CardSpec = field(default_factory=CardSpec)
-    fitted: FittedSpec = field(default_factory=FittedSpec)
     network: NetworkSpec = field(default_factory=NetworkSpec)
     load: LoadSpec = field(default_factory=LoadSpec)
     tandem: Config = field(default_factory=Config)
@@ -112,7 +61,7 @@ class Scenario:
             prefill=self._pool(Role.PREFILL, self.prefill),
             decode=self._pool(Role.DECODE, self.decode),
             kv_format=self._kv_format,
-            times=self._step_times(),
+            times=self.step_times(),
             bytes_per_s=network.gb_per_s * _GIGA,
             latency_s=network.latency_us * 1e-6,
             message_s=network.message_us * 1e-6,
@@ -136,28 +85,6 @@ class Scenario:
             # A real worker refuses beyond its bound; here all wait.
             replace(scheduler_limits(self.tandem, site, pool.tokens), queue_bound=sys.maxsize),
             mixed_step_tokens(self.tandem, site),
-        )
-
-    def _step_times(self) -> StepTimes:
-        if self.times == "fitted":
-            fitted = self.fitted
-            return Fitted(
-                fitted.base_ms * 1e-3,
-                fitted.token_us * 1e-6,
-                fitted.row_us * 1e-6,
-                fitted.read_ns * 1e-9,
-                fitted.pair_ns * 1e-9,
-            )
-        model, card = self.model, self.card
-        token_bytes = 2 * model.layers * model.kv_heads * model.head_dim * DTYPE_BYTES[model.kv_dtype]
-        size = ModelSize(
-            model.parameters, model.parameters * model.weight_bits / 8, token_bytes, model.layers, model.hidden_size
-        )
-        return Roofline(
-            size,
-            Card(
-                card.tflops * _TERA, card.gb_per_s * _GIGA, card.flops_share, card.bytes_share, card.overhead_ms * 1e-3
-            ),
         )
 
 

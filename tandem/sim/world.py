@@ -22,10 +22,10 @@ from tandem.core.errors import ConfigError, InternalError
 from tandem.core.identity import Role, WorkerKey
 from tandem.core.pages import page_table, pages_for
 from tandem.core.sampling import SamplingParams
+from tandem.core.step_times import StepTimes
 from tandem.sim.kernel import Kernel
 from tandem.sim.load import Arrival
 from tandem.sim.machine import TOKEN, Machine, Work
-from tandem.sim.times import StepTimes
 from tandem.worker.batch import Batch, SchedulerLimits
 from tandem.worker.sequence import Sequence as Choice
 

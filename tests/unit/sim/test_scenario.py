@@ -9,8 +9,8 @@ import pytest
 
 from tandem.cli import main
 from tandem.core.errors import ConfigError
+from tandem.core.step_times import Card, Fitted, ModelSize, Roofline, Terms
 from tandem.sim.scenario import arrivals, read_scenario
-from tandem.sim.times import Card, Fitted, ModelSize, Roofline, Terms
 
 SCENARIOS = Path(__file__).parents[3] / "scenarios"
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from kvtransfer.layout import KvFormat, LayoutId
 from tandem.core.errors import ConfigError
 from tandem.core.identity import Role
+from tandem.core.step_times import Fitted
 from tandem.sim.load import Arrival, Lengths, drawn
-from tandem.sim.times import Fitted
 from tandem.sim.world import Outcome, PoolShape, World, WorldShape
 from tandem.worker.batch import SchedulerLimits
 

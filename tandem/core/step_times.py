@@ -5,10 +5,9 @@ All models see the same terms of a step (`Terms`), and so a measured one can be 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
-
-from tandem.worker.batch import Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +27,16 @@ class Terms:
     num_pairs: float
 
     @classmethod
-    def of(cls, batch: Batch) -> Terms:
+    def of(cls, parts: Iterable[tuple[int, int, bool]]) -> Terms:
+        """Of each sequence in the step: its tokens that are computed already, those that are now, and whether it
+        generates."""
         num_tokens = num_rows = num_read = 0
         num_pairs = 0.0
-        for item in batch.items:
-            num_tokens += item.num_tokens
-            num_rows += item.sequence.is_decode
-            num_read += item.start + item.num_tokens
-            num_pairs += item.num_tokens * (item.start + (item.num_tokens + 1) / 2)
+        for start, num_new, generates in parts:
+            num_tokens += num_new
+            num_rows += generates
+            num_read += start + num_new
+            num_pairs += num_new * (start + (num_new + 1) / 2)
         return cls(num_tokens, num_rows, num_read, num_pairs)
 
 

@@ -29,7 +29,6 @@ from tandem.core.clock import MonotonicClock
 from tandem.core.errors import InvalidRequestError, TandemError, TransportError, WorkerLostError
 from tandem.core.identity import Role
 from tandem.core.remembered import Remembered
-from tandem.engine.sampler import Sampler
 from tandem.engine.scorer import score_rows
 from tandem.rpc.channel import make_channel
 from tandem.rpc.convert import error_to_proto
@@ -107,7 +106,7 @@ class DecodeWorker:
             emit=self.hub.emit,
             limits=parts.request_limits,
             queue_bound=parts.config.scheduling.worker_queue_bound,
-            sample=Sampler(parts.engine.eos_token_ids),
+            sample=parts.engine.sampler(),
             guides=parts.guides,
             score=score_rows,
             counters=parts.counters,
@@ -336,7 +335,7 @@ def _guesses(parts: WorkerParts) -> Guesses | None:
     most, page_size = parts.config.speculation.lookup_tokens, parts.scheduler.pool.page_size
     types = parts.engine.types
     widens = bool(types.quantized) or types.stored != types.multiplied
-    num_rows = guess_rows(on_cpu=parts.engine.arena.device.type == "cpu", widens=widens)
+    num_rows = guess_rows(on_cpu=parts.engine.on_cpu, widens=widens)
     return Guesses(most, num_rows, page_size, limits.max_context, limits.eos) if most else None
 
 

@@ -34,7 +34,6 @@ from tandem.core.errors import HandoffError, TandemError
 from tandem.core.identity import Role
 from tandem.core.pages import pages_for
 from tandem.engine.pooler import mean_of, sum_rows
-from tandem.engine.sampler import Sampler
 from tandem.engine.scorer import score_rows
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import decode_pb2 as decode_pb
@@ -123,7 +122,7 @@ class PrefillWorker:
             emit=self.hub.emit,
             limits=parts.request_limits,
             num_layers=parts.layout.num_layers,
-            sample=Sampler(parts.engine.eos_token_ids),
+            sample=parts.engine.sampler(),
             guides=parts.guides,
             score=score_rows,
             counters=parts.counters,

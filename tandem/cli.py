@@ -22,6 +22,7 @@ from tandem.sim.arguments import add_command_to as add_sim_command
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _QUANTIZE = ("none", "int8", "int4")
+_ENGINES = ("torch", "simulated")
 
 _PIPE_CLOSED = 128 + 13  # as shells have it for SIGPIPE
 
@@ -151,6 +152,12 @@ def _add_serving_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--quantize", choices=_QUANTIZE, help="round weights to so many bits when they are loaded (default: none)"
     )
+    command.add_argument(
+        "--engine", choices=_ENGINES, help="`simulated`: steps only take time, as --time-model says (default: torch)"
+    )
+    command.add_argument(
+        "--time-model", metavar="FILE", help="how long the steps of a simulated engine take: a scenario of `tandem sim`"
+    )
     command.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
     command.add_argument("--port", type=port, metavar="N", help="HTTP port (default: 8000)")
     command.add_argument("--prefill", type=_workers, metavar="N", help="number of prefill workers (default: 1)")
@@ -253,6 +260,8 @@ def _config(options: argparse.Namespace) -> Config:
         "model.served_names": options.served_model_name,
         "model.dtype": options.dtype,
         "model.quantize": options.quantize,
+        "model.engine": options.engine,
+        "model.time_model": options.time_model,
         "http.host": options.host,
         "http.port": options.port,
         "http.api_keys_file": options.api_keys_file,

@@ -112,7 +112,7 @@ def create_app(
     app.add_exception_handler(405, _http_error)
     app.add_exception_handler(Exception, _unforeseen)
     guarded = _with_keys(app, keys, context.errors)
-    return _with_request_ids(_with_cors(guarded, context.config.http.cors_origins))
+    return _with_request_ids(_with_cors(guarded, context.config.http.cors_origins), simulated=card.is_simulated)
 
 
 def _batch_routes(
@@ -294,8 +294,12 @@ def _is_open(scope: Scope) -> bool:
     return scope["path"] in OPEN_PATHS or (scope["path"] == "/" and wants_page(scope["headers"]))
 
 
-def _with_request_ids(app: ASGIApp) -> ASGIApp:
-    """Takes or makes `X-Request-Id`, puts it on every log line and into the answer, and logs each exchange."""
+def _with_request_ids(app: ASGIApp, *, simulated: bool) -> ASGIApp:
+    """Takes or makes `X-Request-Id`, puts it on every log line and into the answer, and logs each exchange.
+
+    `simulated`: each answer says that it means nothing.
+    """
+    fixed = [(b"x-tandem-simulated", b"true")] if simulated else []
 
     async def identified(scope: Scope, receive: Receive, send: Send) -> None:
         request_id = _given_id(scope) or secrets.token_hex(16)
@@ -306,7 +310,7 @@ def _with_request_ids(app: ASGIApp) -> ASGIApp:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode()), *fixed]
                 if is_of_messages(scope["path"]):
                     message["headers"].append((b"request-id", request_id.encode()))
             await send(message)

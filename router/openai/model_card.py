@@ -37,6 +37,7 @@ class ModelCard:
     created: int  # seconds since the epoch
     pooling: Pooling | None = None  # `None`: it generates
     vector_size: int = 0  # numbers of a token's hidden state
+    is_simulated: bool = False  # its tokens mean nothing
 
     @classmethod
     def from_dir(cls, model_dir: Path, config: Config, tokenizer: Tokenizer) -> ModelCard:
@@ -67,6 +68,7 @@ class ModelCard:
             created=int(time.time()),
             pooling=read_pooling(model_dir),
             vector_size=int(facts.get("hidden_size") or facts.get("n_embd") or 0),
+            is_simulated=config.model.engine == "simulated",
         )
 
     def context_within(self, of_workers: int | None) -> int | None:
@@ -88,7 +90,8 @@ class ModelCard:
         """One model of `GET /v1/models/{id}`, with vLLM's fields beside OpenAI's."""
         entry = {"id": name, "object": "model", "created": self.created, "owned_by": "tandem"}
         task = {"task": self.pooling.task.value} if self.pooling is not None else {}
-        return {**entry, "root": self.root, "parent": None, "max_model_len": self.max_context, **task}
+        simulated = {"simulated": True} if self.is_simulated else {}
+        return {**entry, "root": self.root, "parent": None, "max_model_len": self.max_context, **task, **simulated}
 
 
 def _ends_of_text(model_dir: Path, facts: dict[str, Any], tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -285,7 +285,10 @@ _MODEL = _object(
         "parent": {"type": "null"},
         "max_model_len": nullable(_COUNT),
     },
-    {"task": {"enum": ["embed", "score"], "description": "Of a model that generates nothing."}},
+    {
+        "task": {"enum": ["embed", "score"], "description": "Of a model that generates nothing."},
+        "simulated": {"const": True, "description": "Steps only take time, and tokens mean nothing."},
+    },
 )
 _CANDIDATE = _object(
     {

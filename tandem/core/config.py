@@ -49,6 +49,16 @@ class ModelConfig:
         "(GPTQ, AWQ, compressed-tensors, FP8) need nothing.",
         choices=("none", "int8", "int4"),
     )
+    engine: str = _key(
+        "torch",
+        "What computes: `torch`; or `simulated`, which computes nothing: steps take as long as `time_model` says, "
+        "tokens are drawn at random, all else is real. Of the model its config.json and its tokenizer are enough.",
+        choices=("torch", "simulated"),
+    )
+    time_model: str = _key(
+        "", "A YAML file that says how long steps of a simulated engine take, and how many tokens of KV a worker has "
+        "room for: a scenario of `tandem sim`, or a part of one. On every host under the same path."
+    )
     share_weights: bool = _key(
         True, "Let the workers of a node that serve on its CPUs have one copy of the weights in memory. Turn it off "
         "where each is to have its own."
@@ -435,6 +445,27 @@ def _lay_over(tree: dict[str, Any], dotted: str, value: Any) -> None:
     tree[last] = value
 
 
+def _check_engine(config: Config) -> None:
+    model, pools = config.model, config.pools
+    if model.engine == "torch":
+        if model.time_model:
+            raise ConfigError(
+                "model.time_model says how long a simulated engine takes, and model.engine is torch; leave it out, or "
+                "set model.engine to simulated",
+                key="model.time_model",
+            )
+        return
+    if not model.time_model:
+        raise ConfigError(
+            "model.engine is simulated, and nothing says how long its steps take; name a file in model.time_model "
+            "(--time-model FILE), for example scenarios/two_of_each.yaml",
+            key="model.time_model",
+        )
+    if pools.prefill.gpus or pools.decode.gpus:
+        raise ConfigError("a simulated engine takes no GPU; set pools.prefill.gpus and pools.decode.gpus to 0",
+                          key="pools.prefill.gpus")
+
+
 def _check_relations(config: Config) -> None:
     """What one key alone cannot say."""
     page, scheduling = config.cache.page_size, config.scheduling
@@ -456,6 +487,7 @@ def _check_relations(config: Config) -> None:
                 f"leave cache.{name} out",
                 key=f"cache.{name}",
             )
+    _check_engine(config)
     for origin in config.http.cors_origins:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
             raise ConfigError(

@@ -21,7 +21,8 @@ from tandem.core.errors import ModelLoadError
 
 EMBEDDED_NAME = "tandem-tiny"
 ANY_NAME = "*"
-_WEIGHT_PATTERNS = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
+_WEIGHTS = "*.safetensors"
+_PATTERNS = (_WEIGHTS, "*.json", "*.model", "*.txt", "*.jinja")
 """What `snapshot_download` fetches: weights in safetensors, configuration, tokenizer."""
 # Of safetensors, by its names.
 _SHORT_TYPES = {"BF16": "bfloat16", "F16": "float16"}
@@ -69,8 +70,10 @@ class ModelFacts:
         return self.num_parameters * DTYPE_BYTES[dtype]
 
 
-def resolve_model(path: str) -> Path:
+def resolve_model(path: str, *, with_weights: bool = True) -> Path:
     """The directory of a checkpoint: the embedded one, a directory, or a hub id that is downloaded.
+
+    `with_weights`: it must hold them.
 
     Raises:
         ModelLoadError: nothing usable there; says what to do.
@@ -79,7 +82,7 @@ def resolve_model(path: str) -> Path:
         return _embedded()
     directory = Path(path).expanduser()
     if directory.is_dir():
-        return _checked(directory.resolve())
+        return _checked(directory.resolve(), with_weights)
     if directory.exists():
         raise ModelLoadError(f"{path} is a file; name the directory that holds config.json")
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
@@ -87,7 +90,7 @@ def resolve_model(path: str) -> Path:
             f"there is no directory {path}; name a directory with a transformers checkpoint, "
             f"a hub id such as Qwen/Qwen2.5-0.5B, or `{EMBEDDED_MODEL}`"
         )
-    return _checked(_downloaded(path))
+    return _checked(_downloaded(path, with_weights), with_weights)
 
 
 def model_name(path: str, directory: Path) -> str:
@@ -205,7 +208,7 @@ def _embedded() -> Path:
     return directory
 
 
-def _downloaded(hub_id: str) -> Path:
+def _downloaded(hub_id: str, with_weights: bool) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
@@ -213,8 +216,9 @@ def _downloaded(hub_id: str) -> Path:
             f"there is no directory {hub_id}, and huggingface_hub is not installed to download it; "
             "pip install huggingface_hub, or name a directory"
         ) from error
+    patterns = [pattern for pattern in _PATTERNS if with_weights or pattern != _WEIGHTS]
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(_WEIGHT_PATTERNS)))
+        return Path(snapshot_download(hub_id, allow_patterns=patterns))
     except Exception as error:  # the library raises its own, httpx' and OS errors
         reason = str(error).strip().splitlines()
         raise ModelLoadError(
@@ -223,10 +227,10 @@ def _downloaded(hub_id: str) -> Path:
         ) from error
 
 
-def _checked(directory: Path) -> Path:
+def _checked(directory: Path, with_weights: bool) -> Path:
     if not (directory / "config.json").is_file():
         raise ModelLoadError(f"{directory} holds no config.json; name a directory with a transformers checkpoint")
-    if not any(directory.glob("*.safetensors")):
+    if with_weights and not any(directory.glob(_WEIGHTS)):
         raise ModelLoadError(
             f"{directory} holds no *.safetensors; convert the weights with transformers' "
             "save_pretrained(..., safe_serialization=True)"

@@ -16,6 +16,9 @@ from tandem.core.step_times import Card, Fitted, ModelSize, Roofline, StepTimes
 
 _GIGA, _TERA = 1e9, 1e12
 
+SIMULATED_TOKEN_BYTES = 64
+"""Of the pages of a simulated engine, which stand for the real ones."""
+
 #: What a scenario of `tandem sim` says beside: a simulated engine reads its file too, and has no use for it.
 _OF_SIMULATIONS = ("network", "load", "tandem", "seed")
 
@@ -39,6 +42,7 @@ class ModelSpec:
     head_dim: int = key(128, "Of a head.", minimum=1)
     weight_bits: int = key(16, "Of a parameter.", minimum=1)
     kv_dtype: str = key("bfloat16", "Of K and V.", choices=("float32", "float16", "bfloat16"))
+    output_tokens: int = key(200, "After which a simulated engine ends a text on average; 0: never.", minimum=0)
 
 
 @dataclass(frozen=True)

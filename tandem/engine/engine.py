@@ -34,6 +34,7 @@ from tandem.engine.loader import Types
 from tandem.engine.paged_model import Decoder, PagedModel
 from tandem.engine.probe import probe_architecture
 from tandem.engine.quantized.loading import plain, scheme_of
+from tandem.engine.sampler import Sampler
 from tandem.engine.select_attention import select_backend
 
 __all__ = ["Engine", "SequenceInput"]
@@ -66,6 +67,7 @@ class Engine:
         linear: whose products of linear layers are in use: "packed", "packed by two", "packed int8", "packed int4" or
             "torch".
         pooling: how the checkpoint pools; `None`: it generates.
+        on_cpu: whether it computes on the CPU.
     """
 
     def __init__(
@@ -94,7 +96,8 @@ class Engine:
         self.attention = backend.name
         self.shared: Shared | None = None
         self._decoder: Decoder | None
-        if model.device.type == "cuda":
+        self.on_cpu = model.device.type == "cpu"
+        if not self.on_cpu:
             self.fused, self.linear, self._decoder = _fuse_on_cuda(model, layout, max_context)
         else:
             self.fused, self.linear = _fuse_on_cpu(model, layout, types, num_threads)
@@ -224,6 +227,10 @@ class Engine:
         if self._decode is not None and on_layer is None and self._decode.takes(sequences):
             return self._decode.forward(sequences)
         return self._paged.forward(sequences, on_layer)
+
+    def sampler(self) -> Sampler:
+        """What makes tokens of its logits; compiled."""
+        return Sampler(self.eos_token_ids)
 
     def finish(self) -> None:
         """Wait until all that `forward` has begun lies in the pages. On a CPU it does as soon as it returns."""

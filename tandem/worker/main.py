@@ -68,7 +68,7 @@ def _serve(worker_class: type[Worker], options: argparse.Namespace) -> int:
     place = WorkerPlace(
         worker_id=options.worker_id,
         incarnation=options.incarnation or f"{options.worker_id}-{uuid.uuid4().hex[:12]}",
-        model_dir=options.model_dir or resolve_model(config.model.path),
+        model_dir=options.model_dir or resolve_model(config.model.path, with_weights=config.model.engine == "torch"),
         kv_bytes=options.kv_bytes or config.cache.memory_bytes or _KV_BYTES,
         num_threads=options.threads,
         host=options.host,

@@ -33,7 +33,6 @@ from tandem.core.tokenizer import Tokenizer
 from tandem.core.version import version
 from tandem.core.vocabulary import Vocabulary
 from tandem.engine.arena import KVArena
-from tandem.engine.engine import Engine
 from tandem.rpc.convert import ROLE_TO_PROTO, page_counts_to_proto
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.worker.cache_report import CacheReport
@@ -51,6 +50,7 @@ from tandem.worker.page_tiers import TieredPages
 from tandem.worker.request import RequestLimits
 from tandem.worker.runner import Runner
 from tandem.worker.scheduler import BatchScheduler
+from tandem.worker.step_engine import StepEngine, load_engine, num_slots
 from tandem.worker.tier_parts import make_tiers, tiers_to_proto
 
 _log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class WorkerParts:
 
     config: Config
     info: pb.WorkerInfo
-    engine: Engine
+    engine: StepEngine
     scheduler: BatchScheduler
     runner: Runner
     transfer: TransferThread
@@ -195,12 +195,20 @@ def build_parts(
     Raises:
         TandemError: the model cannot be served, memory or transport cannot be had.
     """
-    engine = _load_engine(role, config, place)
+    engine = load_engine(
+        role,
+        config,
+        model_dir=place.model_dir,
+        kv_bytes=place.kv_bytes,
+        num_threads=place.num_threads,
+        device=place.device,
+        weight_register=_weight_register(config, place),
+    )
     arena = engine.arena
-    site = Site(role, arena.device.type == "cpu", _cores_file(config, place) is not None)
+    site = Site(role, engine.on_cpu, _cores_file(config, place) is not None)
     scheduler = BatchScheduler(
         PagePool(engine.num_pages, config.cache.page_size),
-        scheduler_limits(config, site, _num_slots(engine)),
+        scheduler_limits(config, site, num_slots(engine)),
         salt=model_salt(engine.weights_sha256),
         prefix_cache=config.cache.prefix_cache,
         # At decode the transfer thread takes pages for grants, and gives them back.
@@ -264,29 +272,7 @@ def _on_transfer(transfer: TransferThread, life: WorkerLife) -> Callable[[Callab
     return run
 
 
-def _load_engine(role: Role, config: Config, place: WorkerPlace) -> Engine:
-    engine = Engine.load(
-        place.model_dir,
-        dtype=config.model.dtype,
-        quantize=config.model.quantize,
-        page_size=config.cache.page_size,
-        kv_bytes=place.kv_bytes,
-        num_threads=place.num_threads,
-        device=place.device,
-        max_context=config.cache.max_context or None,
-        weight_register=_weight_register(config, place),
-    )
-    generates = role is Role.DECODE and engine.pooling is None
-    engine.warmup(max_num_seqs(config, _num_slots(engine)) if generates else 0)
-    return engine
-
-
-def _num_slots(engine: Engine) -> int:
-    """Tokens for which its pages have room."""
-    return engine.num_pages * engine.layout.page_size
-
-
-def _load_vocabulary(place: WorkerPlace, engine: Engine) -> Vocabulary | TandemError:
+def _load_vocabulary(place: WorkerPlace, engine: StepEngine) -> Vocabulary | TandemError:
     """A model may do without one: its requests with a grammar get the error."""
     try:
         return Vocabulary(Tokenizer.from_dir(place.model_dir), engine.eos_token_ids, engine.vocab_size)
@@ -303,11 +289,12 @@ def _weight_register(config: Config, place: WorkerPlace) -> Path | None:
 
 def _cores_file(config: Config, place: WorkerPlace) -> Path | None:
     """Where the workers of this node share their cores; `None`: this one does not."""
-    return place.core_shares if place.device == "cpu" and config.scheduling.share_cores else None
+    computes_here = place.device == "cpu" and config.model.engine == "torch"
+    return place.core_shares if computes_here and config.scheduling.share_cores else None
 
 
 def _make_pacing(config: Config, place: WorkerPlace, site: Site, arena: KVArena) -> Pacing:
-    if not site.on_cpu:
+    if not site.on_cpu or config.model.engine == "simulated":
         return Pacing()
     path = _cores_file(config, place)
     shares = CoreShares(path, place.num_threads) if path is not None else None
@@ -324,7 +311,7 @@ def _register(transport: Transport, arena: KVArena, device: str) -> bytes:
 
 
 def _describe(
-    config: Config, place: WorkerPlace, site: Site, engine: Engine, layout: LayoutId, metadata: bytes
+    config: Config, place: WorkerPlace, site: Site, engine: StepEngine, layout: LayoutId, metadata: bytes
 ) -> pb.WorkerInfo:
     return pb.WorkerInfo(
         worker_id=place.worker_id,
@@ -343,5 +330,5 @@ def _describe(
         host_id=host_id(),
         mixed_step_tokens=mixed_step_tokens(config, site),
         protocols=protocols_to_proto(Protocols()),
-        max_num_seqs=max_num_seqs(config, _num_slots(engine)),
+        max_num_seqs=max_num_seqs(config, num_slots(engine)),
     )

@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable, Sequence
 
 from tandem.core.errors import InternalError
-from tandem.engine.engine import Engine, SequenceInput
+from tandem.engine.batch import SequenceInput
 from tandem.worker.batch import Batch
 from tandem.worker.pacing import Pacing
 from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.step import StepHooks
+from tandem.worker.step_engine import StepEngine
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class Runner:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: StepEngine,
         scheduler: BatchScheduler,
         *,
         name: str,

@@ -25,10 +25,11 @@ from tandem.cluster.checks.host import Host, human_bytes
 from tandem.cluster.checks.port import check_port
 from tandem.cluster.checks.tiers import check_tiers
 from tandem.core.clock import MonotonicClock
-from tandem.core.config import CacheConfig, Config, HttpConfig, PoolConfig, SecurityConfig
+from tandem.core.config import CacheConfig, Config, HttpConfig, ModelConfig, PoolConfig, SecurityConfig
 from tandem.core.errors import ConfigError, TandemError
 from tandem.core.identity import WORKER_ROLES, Role
 from tandem.core.model_path import ModelFacts, read_facts, read_heads, resolve_model, shown_name
+from tandem.core.time_model import SIMULATED_TOKEN_BYTES, TimeModel, read_time_model
 from tandem.core.version import DISTRIBUTION, TOP_LEVEL_NAMES, version
 from tandem.engine.quantized.scheme import read_scheme
 from tandem.engine.quantized.shapes import loaded_bytes
@@ -107,14 +108,14 @@ class Preflight:
         for _, check in self.checks():
             check()
         names = self.config.model.served_names or (self.facts.name,)
-        model = dataclasses.replace(self.config.model, served_names=names)
+        model = dataclasses.replace(self._model, served_names=names)
         return Plan(
             config=dataclasses.replace(
                 self.config, model=model, security=self._security, http=self._http, cache=self._cache
             ),
             facts=self.facts,
             weights_dtype=self._stored_dtype,
-            kv_bytes={role: self._kv_bytes(pool) for role, pool in self._pools.items()},
+            kv_bytes={role: self._kv_bytes(role) for role in self._pools},
             num_threads={role: pool.threads or self._equal_share() for role, pool in self._pools.items()},
             key_digests=digests_of_variable(os.environ),
         )
@@ -192,6 +193,9 @@ class Preflight:
 
     def check_model(self) -> Finding:
         facts, dtype = self.facts, self.dtype
+        if self._time_model is not None:
+            detail = f"{facts.name}: {facts.architecture}, simulated as {self.config.model.time_model} says"
+            return Finding("model", "warn", detail, "leave model.engine out for true answers")
         if facts.quantization is not None:
             read_scheme(facts.quantization)
             if self._on_gpu:
@@ -245,13 +249,18 @@ class Preflight:
         if workers == 0:
             return Finding("memory", "ok", f"{human_bytes(free)} free; pages live on the GPUs")
         fixed = workers * self.fixed_bytes
+        if self._time_model is not None:
+            fixed += sum(pool.workers * self._kv_bytes(role) for role, pool in self._pools.items())
         if fixed > free:
             raise ConfigError(
                 f"{workers} workers need {human_bytes(fixed)} for weights and processes, {human_bytes(free)} are free; "
                 "start fewer workers (--prefill, --decode), free memory, or choose a smaller model",
                 key="pools",
             )
-        pages = self._kv_bytes(PoolConfig())
+        if self._time_model is not None:
+            self._check_one_request_is_simulated(self._time_model)
+            return Finding("memory", "ok", f"{human_bytes(free)} free; {workers} simulated workers")
+        pages = self._kv_bytes(Role.DECODE if not self._pools[Role.DECODE].gpus else Role.PREFILL)
         if fixed + workers * pages > free:
             most = max(0, (free - fixed) // workers)
             raise ConfigError(
@@ -289,12 +298,23 @@ class Preflight:
                 key=key,
             )
 
+    def _check_one_request_is_simulated(self, time_model: TimeModel) -> None:
+        context = self.config.cache.max_context or self.facts.max_positions
+        role = min(WORKER_ROLES, key=lambda role: time_model.pool(role).tokens)
+        room = time_model.pool(role).tokens // self.config.cache.page_size * self.config.cache.page_size
+        if context is not None and context > room:
+            raise ConfigError(
+                f"{self.config.model.time_model} gives a {role.value} worker room for {room} tokens, and one request "
+                f"may have {context}; raise {role.value}.tokens there, or set cache.max_context to at most {room}",
+                key="model.time_model",
+            )
+
     # --- what they are made from ---------------------------------------------------------------------------------
 
     @cached_property
     def facts(self) -> ModelFacts:
         path = self.config.model.path
-        return read_facts(path, resolve_model(path))
+        return read_facts(path, resolve_model(path, with_weights=self._time_model is None))
 
     @property
     def dtype(self) -> str:
@@ -337,6 +357,15 @@ class Preflight:
         return dataclasses.replace(http, api_keys_file=str(Path(http.api_keys_file).expanduser().absolute()))
 
     @property
+    def _model(self) -> ModelConfig:
+        """With the path of the time model as workers of this host need it."""
+        model = self.config.model
+        if not model.time_model:
+            return model
+        path = Path(model.time_model).expanduser()
+        return dataclasses.replace(model, time_model=str(path.absolute() if self.local else path))
+
+    @property
     def _cache(self) -> CacheConfig:
         """With the directory for pages as workers of this host need it."""
         cache = self.config.cache
@@ -354,7 +383,15 @@ class Preflight:
         return sum(pool.workers for pool in self._pools.values() if not pool.gpus)
 
     @cached_property
+    def _time_model(self) -> TimeModel | None:
+        """Of a simulated engine. Raises `ConfigError`."""
+        model = self.config.model
+        return read_time_model(Path(model.time_model).expanduser()) if model.engine == "simulated" else None
+
+    @cached_property
     def weight_bytes(self) -> int:
+        if self._time_model is not None:
+            return 0
         if self.facts.quantization is not None:
             heads, scheme = read_heads(self.facts.directory), read_scheme(self.facts.quantization)
             return loaded_bytes(heads, scheme, self.config.model.quantize)
@@ -367,9 +404,11 @@ class Preflight:
         """What a worker takes of its host's memory beside its pages."""
         return self.weight_bytes + WORKER_OVERHEAD_BYTES
 
-    def _kv_bytes(self, pool: PoolConfig) -> int:
-        """Bytes of pages for one worker of `pool`; 0: its own node decides (GPU memory, or other hosts)."""
-        cache = self.config.cache
+    def _kv_bytes(self, role: Role) -> int:
+        """Bytes of pages for one worker; 0: its own node decides (GPU memory, or other hosts)."""
+        if self._time_model is not None:
+            return self._time_model.pool(role).tokens * SIMULATED_TOKEN_BYTES
+        cache, pool = self.config.cache, self._pools[role]
         if cache.memory_bytes or pool.gpus or not self.local:
             return cache.memory_bytes
         return share_of_memory(self.config, self.host.available_bytes, self.fixed_bytes, self._num_cpu_workers)

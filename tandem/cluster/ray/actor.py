@@ -81,7 +81,10 @@ def translate(error: BaseException) -> TandemError:
 
 
 def model_dir_of(spec: ClusterSpec) -> Path:
-    return Path(spec.model_dir) if spec.model_dir else resolve_model(spec.config.model.path)
+    if spec.model_dir:
+        return Path(spec.model_dir)
+    model = spec.config.model
+    return resolve_model(model.path, with_weights=model.engine == "torch")
 
 
 def worker_host(spec: ClusterSpec) -> str:

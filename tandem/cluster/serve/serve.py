@@ -377,7 +377,9 @@ class Serving:
     def _say_plan(self, plan: Plan) -> None:
         pools, facts = plan.config.pools, plan.facts
         share, dtype = plan.kv_bytes[Role.DECODE], plan.weights_dtype
-        if facts.quantization is None:
+        if plan.config.model.engine == "simulated":
+            size = f"SIMULATED as {plan.config.model.time_model} says: its answers mean nothing"
+        elif facts.quantization is None:
             size = f"{human_bytes(facts.weight_bytes(dtype))} in {dtype}"
         else:
             size = f"{human_bytes(facts.num_bytes)}, {read_scheme(facts.quantization).describe()}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import struct
 from importlib import metadata
@@ -17,6 +18,7 @@ from tandem.cluster.checks.preflight import WORKER_OVERHEAD_BYTES, Preflight, ch
 from tandem.cluster.serve.banner import ready_banner
 from tandem.core.config import from_dict, load
 from tandem.core.errors import ConfigError, ModelLoadError, TandemError, UnsupportedModelError
+from tandem.core.identity import Role
 from tandem.core.model_path import TensorHead, read_facts, resolve_model
 from tandem.engine.quantized.scheme import read_scheme
 from tandem.engine.quantized.shapes import loaded_bytes
@@ -107,9 +109,7 @@ def test_a_directory_for_pages_is_made_and_named_as_workers_need_it(
 
 def test_too_little_room_on_disk_is_a_warning(checkpoint: Path, free_port: int, tmp_path: Path) -> None:
     """Pages of an earlier cluster may fill the rest."""
-    finding = preflight(
-        checkpoint, free_port, cache={"disk_path": str(tmp_path), "disk_bytes": 1 << 60}
-    ).check_tiers()
+    finding = preflight(checkpoint, free_port, cache={"disk_path": str(tmp_path), "disk_bytes": 1 << 60}).check_tiers()
     assert finding.status == "warn"
     assert "cache.disk_bytes" in finding.remedy
 
@@ -257,9 +257,7 @@ def test_threads_are_an_equal_share_unless_set(checkpoint: Path, free_port: int)
     assert preflight(checkpoint, free_port, pools=pools).plan().num_threads == {"prefill": 5, "decode": 2}
 
 
-@pytest.mark.parametrize(
-    ("served", "shown"), [((), "small"), (("a", "b"), "a"), (("*",), "small"), (("*", "b"), "b")]
-)
+@pytest.mark.parametrize(("served", "shown"), [((), "small"), (("a", "b"), "a"), (("*",), "small"), (("*", "b"), "b")])
 def test_the_name_that_is_shown_is_one_that_requests_may_use(
     checkpoint: Path, free_port: int, served: tuple[str, ...], shown: str
 ) -> None:
@@ -360,3 +358,49 @@ def test_a_hub_id_offline_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_p
 @pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1536, "1.5 KiB"), (3 * GIB, "3.0 GiB"), (1 << 41, "2.0 TiB")])
 def test_human_bytes(count: int, text: str) -> None:
     assert human_bytes(count) == text
+
+
+def simulated(directory: Path, text: str) -> dict[str, Any]:
+    file = directory / "times.yaml"
+    file.write_text(text)
+    return {"engine": "simulated", "time_model": str(file)}
+
+
+def test_simulated_workers_need_no_weights_and_hardly_any_memory(checkpoint: Path, free_port: int) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    model = {"path": str(checkpoint), **simulated(checkpoint, "decode: {tokens: 4000000}")}
+    host = dataclasses.replace(HOST, available_bytes=10 * WORKER_OVERHEAD_BYTES)
+    plan = preflight(checkpoint, free_port, host, model=model, pools={"prefill": {"workers": 4}}).plan()
+    assert plan.kv_bytes == {Role.PREFILL: 64 * 100_000, Role.DECODE: 64 * 4_000_000}
+    with pytest.raises(ConfigError, match="start fewer workers"):
+        preflight(checkpoint, free_port, host, model=model, pools={"prefill": {"workers": 10}}).plan()
+
+
+def test_simulated_workers_have_room_for_one_request(checkpoint: Path, free_port: int) -> None:
+    model = {"path": str(checkpoint), **simulated(checkpoint, "prefill: {tokens: 1023}")}
+    with pytest.raises(
+        ConfigError, match=r"prefill worker room for 992 tokens, .* set cache.max_context to at most 992"
+    ):
+        preflight(checkpoint, free_port, model=model).plan()
+
+
+@pytest.mark.parametrize(
+    ("model", "pools", "key", "named"),
+    [
+        ({"engine": "simulated"}, {}, "model.time_model", "name a file"),
+        ({"time_model": "times.yaml"}, {}, "model.time_model", "set model.engine to simulated"),
+        ({"engine": "simulated", "time_model": "t"}, {"decode": {"gpus": 1}}, "pools.prefill.gpus", "takes no GPU"),
+    ],
+)
+def test_a_simulated_engine_has_a_time_model_and_no_gpu(
+    model: dict[str, Any], pools: dict[str, Any], key: str, named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named) as caught:
+        from_dict({"model": model, "pools": pools})
+    assert caught.value.key == key
+
+
+def test_a_time_model_that_is_wrong_is_named(checkpoint: Path, free_port: int) -> None:
+    model = {"path": str(checkpoint), **simulated(checkpoint, "card: {tflop: 7}")}
+    with pytest.raises(ConfigError, match=r"times\.yaml: unknown key card.tflop; did you mean tflops"):
+        preflight(checkpoint, free_port, model=model).check_model()

@@ -124,7 +124,10 @@ def _values(leaf: Leaf) -> st.SearchStrategy[Any]:
     return {bool: st.booleans(), str: st.text(), tuple[str, ...]: st.lists(st.text()).map(tuple)}[leaf.hint]
 
 
-_RELATED = {"cache.page_size", "cache.prefix_cache", "scheduling.chunk_size", "scheduling.max_num_batched_tokens"}
+_RELATED = {
+    "cache.page_size", "cache.prefix_cache", "model.engine", "model.time_model", "scheduling.chunk_size",
+    "scheduling.max_num_batched_tokens",
+}  # fmt: skip
 
 
 @st.composite
@@ -143,6 +146,10 @@ def configs(draw: st.DrawFn) -> Config:
     tree["cache"]["page_size"] = page_size
     tree["scheduling"]["chunk_size"] = chunk_size
     tree["scheduling"]["max_num_batched_tokens"] = chunk_size + draw(st.integers(0, 4096))
+    if draw(st.booleans()):
+        tree["model"] |= {"engine": "simulated", "time_model": draw(st.text(min_size=1))}
+        for role in ("prefill", "decode"):
+            tree["pools"][role]["gpus"] = 0.0
     return from_dict(tree)
 
 

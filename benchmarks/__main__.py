@@ -33,6 +33,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_parts(commands)
     _add_placement(commands)
     _add_conversations(commands)
+    _add_simulated(commands)
     _add_accuracy(commands)
     _add_link(commands)
     _add_gpu(commands)
@@ -137,6 +138,25 @@ def _add_conversations(commands: Any) -> None:
     command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
 
 
+def _add_simulated(commands: Any) -> None:
+    command = add_command(
+        commands,
+        "simulated",
+        "what routers and workers cost beside their model: real clusters whose steps only take time; minutes",
+        "python -m benchmarks simulated --json docs/figures/simulated.json\n"
+        "python -m benchmarks simulated --clusters 4 --seqs 16",
+        _simulated,
+    )
+    command.add_argument(
+        "--clusters", type=whole(1), nargs="+", default=(1, 2, 4, 8), metavar="N",
+        help="workers of each role, one cluster after the other (default: 1 2 4 8)",
+    )  # fmt: skip
+    command.add_argument(
+        "--seqs", type=whole(1), default=64, metavar="N", help="requests at once for a decode worker (default: 64)"
+    )
+    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+
+
 def _add_accuracy(commands: Any) -> None:
     command = add_command(
         commands,
@@ -237,6 +257,13 @@ def _conversations(options: argparse.Namespace) -> int:
     from benchmarks.conversations import command
 
     command.run(options.json, command.sizes(options))
+    return 0
+
+
+def _simulated(options: argparse.Namespace) -> int:
+    from benchmarks.simulated import command
+
+    command.run(options.json, command.SimulatedSizes(clusters=tuple(options.clusters), num_seqs=options.seqs))
     return 0
 
 

@@ -244,7 +244,8 @@ class TransferThread:
             self._taken.clear()
             self._commands.clear()
         for command in commands:
-            command.future.set_exception(TransportError("the transfer thread has stopped"))
+            if command.future.set_running_or_notify_cancel():  # else whoever asked has given it up
+                command.future.set_exception(TransportError("the transfer thread has stopped"))
         try:
             self._transport.close()
         except Exception as error:  # noqa: BLE001 - handed on; nobody is above a thread

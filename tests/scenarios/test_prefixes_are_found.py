@@ -67,7 +67,7 @@ def test_pages_of_a_worker_that_dies_are_known_no_more(cluster: ProcessCluster) 
     prompt = "A last time: " + 6 * STORY
     first = completed(cluster, prompt)
     holder = first["way"]["decode"]
-    cluster.workers[holder].kill()
+    cluster.workers[holder].end()
     second = completed(cluster, prompt)
     assert second["choices"][0]["text"] == first["choices"][0]["text"]
     assert second["way"]["decode"] != holder

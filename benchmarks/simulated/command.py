@@ -26,6 +26,7 @@ from benchmarks.origin import origin
 from benchmarks.other_load import OtherLoad
 from benchmarks.parts.processes import Child, Processes, start_router, tell_router
 from benchmarks.simulated.section import FORMAT, section
+from benchmarks.simulated.waterfalls import waterfalls
 from tandem.bench.load.trace_entry import TraceEntry
 from tandem.bench.load.workload import plain_vocabulary
 from tandem.bench.machine import now
@@ -110,6 +111,8 @@ async def _measure_one(directory: Path, sizes: SimulatedSizes, num_of_each: int)
         cpu = _Cpu(router, [child for role, child in workers if role == "decode"], [child for _, child in workers])
         load = await session.measure(Shape(concurrency=concurrency))
         used = cpu.used()
+        good = [record for record in load.records if record.is_good]
+        fall = await waterfalls(router.facts["http"], good) if good else None
     if session.was_interrupted:
         raise KeyboardInterrupt
     summary = summarise(load.records, load.duration_s)
@@ -127,6 +130,7 @@ async def _measure_one(directory: Path, sizes: SimulatedSizes, num_of_each: int)
         "ttft_s": summary.ttft_s.mean,
         "router_s_a_token": used["router"] / num_tokens,
         "decode_s_a_token": used["decode"] / num_tokens,
+        "waterfalls": dataclasses.asdict(fall) if fall is not None else None,
         "cores": {name: seconds / summary.duration_s for name, seconds in used.items()},
     }
 

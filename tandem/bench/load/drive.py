@@ -167,6 +167,7 @@ def record_of(
         turn=job.turn,
         failure=failure,
         message=message,
+        request_id=outcome.request_id,
     )
     stream = outcome.stream
     if failure is not None or stream is None:

@@ -10,6 +10,7 @@ _RETRY_AFTER = re.compile(rb"\r\nretry-after: *(\d+)", re.IGNORECASE)
 _CLOSES = re.compile(rb"\r\nconnection: *close", re.IGNORECASE)
 _CHUNKED = re.compile(rb"\r\ntransfer-encoding: *chunked", re.IGNORECASE)
 _EVENTS = re.compile(rb"\r\ncontent-type: *text/event-stream", re.IGNORECASE)
+_REQUEST_ID = re.compile(rb"\r\nx-request-id: *([^\r]*)", re.IGNORECASE)
 _SERVER = re.compile(rb"\r\nserver: *([^\r]*)", re.IGNORECASE)
 _MAX_HEAD_BYTES = 64 << 10
 
@@ -30,6 +31,7 @@ class AnswerReader:
         self.closes = False  # the connection serves no further request
         self.is_event_stream = False
         self.server = ""
+        self.request_id = ""
         self.has_head = False
         self.is_complete = False
         self._buffer = b""
@@ -75,6 +77,8 @@ class AnswerReader:
             self.retry_after_s = int(after[1])
         if server:
             self.server = server[1].decode("latin-1")
+        if request_id := _REQUEST_ID.search(head):
+            self.request_id = request_id[1].decode("latin-1")
         has_bound = self._is_chunked or length is not None
         self.closes = not has_bound or _CLOSES.search(head) is not None
         return True

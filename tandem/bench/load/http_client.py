@@ -39,6 +39,7 @@ class Outcome:
     body: bytes = b""  # where the answer was no stream
     why: str = ""  # of our own statuses, where there is more to say
     server: str = ""  # how it names itself
+    request_id: str = ""  # by which it remembers the request, by its word
 
     @property
     def ttft_s(self) -> float:
@@ -270,6 +271,7 @@ class _Connection(asyncio.Protocol):
         assert outcome is not None
         outcome.status, outcome.why = status, why
         outcome.retry_after_s, outcome.server = self._answer.retry_after_s, self._answer.server
+        outcome.request_id = self._answer.request_id
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

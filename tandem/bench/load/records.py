@@ -35,6 +35,7 @@ class RequestRecord:
     num_cached: int | None = None  # prompt tokens in the server's cache, by its word; `None`: it does not say
     num_repeated: int | None = None  # leading prompt tokens that were sent or answered before; `None`: not known
     turn: int | None = None  # of its conversation, from 1
+    request_id: str = ""  # by which the server remembers it (`x-request-id`); empty: it does not say
 
     @property
     def is_good(self) -> bool:

@@ -18,6 +18,7 @@ from tandem.cluster.watch.arguments import add_commands as add_watch_commands
 from tandem.core.arguments import Parser, port, whole
 from tandem.core.config import MAX_POOL, Config, load
 from tandem.core.errors import NOT_RUNNING, NotRunningError, TandemError
+from tandem.plan.arguments import add_command_to as add_plan_command
 from tandem.sim.arguments import add_command_to as add_sim_command
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -87,6 +88,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     add_batch_command(commands, add_command)
     add_sim_command(commands, add_command)
+    add_plan_command(commands, add_command)
     add_command(commands, "version", "print the version", "tandem version", _version)
     return parser
 

@@ -83,6 +83,15 @@ class ModelSize:
     num_layers: int
     hidden_size: int
 
+    def flops(self, terms: Terms) -> float:
+        """Two a parameter and token; of attention four a pair and number of the hidden size in each layer."""
+        of_attention = 4 * self.num_layers * self.hidden_size * terms.num_pairs
+        return 2 * self.num_parameters * terms.num_tokens + of_attention
+
+    def num_bytes(self, terms: Terms) -> float:
+        """That are read."""
+        return self.weight_bytes + self.token_bytes * terms.num_read
+
 
 @dataclass(frozen=True, slots=True)
 class Card:
@@ -106,10 +115,6 @@ class Roofline:
     card: Card
 
     def seconds(self, terms: Terms) -> float:
-        model, card = self.model, self.card
-        # Two operations a parameter and token; of attention four a pair and number of the hidden size in each layer.
-        flops = 2 * model.num_parameters * terms.num_tokens
-        flops += 4 * model.num_layers * model.hidden_size * terms.num_pairs
-        num_bytes = model.weight_bytes + model.token_bytes * terms.num_read
-        compute_s = flops / (card.flops * card.flops_share)
-        return card.overhead_s + max(compute_s, num_bytes / (card.bytes_per_s * card.bytes_share))
+        card = self.card
+        compute_s = self.model.flops(terms) / (card.flops * card.flops_share)
+        return card.overhead_s + max(compute_s, self.model.num_bytes(terms) / (card.bytes_per_s * card.bytes_share))

@@ -32,12 +32,13 @@ from tandem.worker.sequence import Sequence as Choice
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """Workers of one role, all alike."""
+    """Workers of one role, all alike. `times`: of their steps; `None`: those of the whole world."""
 
     num_workers: int
     num_pages: int
     limits: SchedulerLimits
     mixed_step_tokens: int = 0
+    times: StepTimes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +141,8 @@ class World:
             for number in range(pool.num_workers):
                 key = WorkerKey(f"{role.value}-{number}", "1")
                 self.machines[key] = Machine(
-                    self.kernel, key, role, num_pages=pool.num_pages, limits=pool.limits, times=self.shape.times,
-                    kv_format=self.shape.kv_format, mixed_step_tokens=pool.mixed_step_tokens,
+                    self.kernel, key, role, num_pages=pool.num_pages, limits=pool.limits,
+                    times=pool.times or self.shape.times, kv_format=self.shape.kv_format, mixed_step_tokens=pool.mixed_step_tokens,
                     on_preempted=self._preempted, on_step=self._stepped,
                 )  # fmt: skip
                 self._waiting[key], self._link_free_s[key] = deque(), 0.0

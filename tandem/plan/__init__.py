@@ -1,0 +1,1 @@
+"""`tandem plan`: what a model needs of which machines, by arithmetic and by simulation."""

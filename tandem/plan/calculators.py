@@ -1,0 +1,170 @@
+"""The calculators of `tandem plan`: memory, roofline, batch and cost. Pure: numbers in, numbers out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tandem.core.step_times import Roofline, Terms
+from tandem.plan.cards import CardSheet
+from tandem.plan.shapes import ModelShape
+
+_GIGA = 1e9
+_HOUR_S = 3600.0
+_MILLION = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One worker: cards that share a model.
+
+    Attributes:
+        num_cards: they share all work evenly, at no cost.
+        flops_share, bytes_share: of the peaks, that are reached.
+        overhead_s: of a step, beside computing.
+        memory_share: of the cards' memory, for weights and pages.
+    """
+
+    card: CardSheet
+    num_cards: int = 1
+    flops_share: float = 0.6
+    bytes_share: float = 0.8
+    overhead_s: float = 0.002
+    memory_share: float = 0.9
+
+    @property
+    def memory_bytes(self) -> float:
+        return self.num_cards * self.card.memory_gb * _GIGA * self.memory_share
+
+    @property
+    def watts(self) -> float:
+        return self.num_cards * self.card.watts
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model as it is served."""
+
+    shape: ModelShape
+    weight_bits: float = 16
+    kv_dtype: str = "bfloat16"
+
+    @property
+    def weight_bytes(self) -> float:
+        return self.shape.weight_bytes(self.weight_bits)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of K and V."""
+        return self.shape.kv_bytes_per_token(self.kv_dtype)
+
+
+def roofline(model: Served, machine: Machine) -> Roofline:
+    """Its steps' times."""
+    card = machine.card.times(machine.num_cards, machine.flops_share, machine.bytes_share, machine.overhead_s)
+    return Roofline(model.shape.size(model.weight_bits, model.kv_dtype), card)
+
+
+def kv_room(model: Served, machine: Machine) -> int:
+    """Tokens for whose K and V there is room beside the weights; 0 or less: not even these fit."""
+    return math.floor((machine.memory_bytes - model.weight_bytes) / model.token_bytes)
+
+
+def prefill_terms(num_tokens: int) -> Terms:
+    """Of a whole prompt in one step."""
+    return Terms(num_tokens, 0, num_tokens, num_tokens * (num_tokens + 1) / 2)
+
+
+def decode_terms(batch: int, context: int) -> Terms:
+    """Of a step that generates one token for each of `batch` sequences of `context` tokens."""
+    return Terms(batch, batch, batch * context, float(batch * context))
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A step on the roofline.
+
+    Attributes:
+        intensity: operations a byte.
+        is_compute_bound: its computing takes longer than its reading, with the shares of the peaks that are reached.
+        seconds: with the step's overhead.
+    """
+
+    flops: float
+    num_bytes: float
+    is_compute_bound: bool
+    seconds: float
+
+    @property
+    def intensity(self) -> float:
+        return self.flops / self.num_bytes
+
+
+def phase(times: Roofline, terms: Terms) -> Phase:
+    flops, num_bytes, card = times.model.flops(terms), times.model.num_bytes(terms), times.card
+    is_compute_bound = flops / (card.flops * card.flops_share) > num_bytes / (card.bytes_per_s * card.bytes_share)
+    return Phase(flops, num_bytes, is_compute_bound, times.seconds(terms))
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """How many sequences one decode worker generates for.
+
+    Attributes:
+        of_memory: for whose K and V there is room.
+        of_tpot: with which a step takes no longer than the target; `None`: there is no target.
+    """
+
+    of_memory: int
+    of_tpot: int | None
+
+    @property
+    def most(self) -> int:
+        return self.of_memory if self.of_tpot is None else min(self.of_memory, self.of_tpot)
+
+    @property
+    def bound(self) -> str:
+        """What is hit first."""
+        return "KV memory" if self.of_tpot is None or self.of_memory <= self.of_tpot else "time per token"
+
+
+def largest_batch(model: Served, machine: Machine, context: int, tpot_s: float | None = None) -> Batch:
+    """Of sequences of `context` tokens each."""
+    of_memory = max(0, kv_room(model, machine)) // context
+    if tpot_s is None:
+        return Batch(of_memory, None)
+    times = roofline(model, machine)
+
+    def holds(batch: int) -> bool:
+        return times.seconds(decode_terms(batch, context)) <= tpot_s
+
+    low, high = 0, 1
+    while holds(high) and high <= of_memory:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return Batch(of_memory, low)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What one worker of each role gives where it is always busy, tokens a second."""
+
+    prefill: float  # of prompts
+    decode: float  # of output
+    batch: Batch
+
+
+def rates(model: Served, machine: Machine, num_input: int, num_output: int, tpot_s: float | None) -> Rates:
+    """`num_input`, `num_output`: of a request. A sequence has half of its output on average."""
+    times = roofline(model, machine)
+    context = num_input + max(1, num_output // 2)
+    batch = largest_batch(model, machine, num_input + num_output, tpot_s)
+    decode = batch.most / times.seconds(decode_terms(batch.most, context)) if batch.most else 0.0
+    return Rates(num_input / times.seconds(prefill_terms(num_input)), decode, batch)
+
+
+def cost_per_million(price_per_hour: float, tokens_per_s: float) -> float:
+    """Of a worker with this price, for a million tokens at this rate; infinite where it gives none."""
+    return price_per_hour / (tokens_per_s * _HOUR_S / _MILLION) if tokens_per_s > 0 else math.inf

@@ -1,0 +1,57 @@
+"""Processors by their makers' data sheets: dense bfloat16, no sparsity."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.core.errors import ConfigError
+from tandem.core.step_times import Card
+
+_GIGA, _TERA = 1e9, 1e12
+
+
+@dataclass(frozen=True, slots=True)
+class CardSheet:
+    """Attributes:
+    tflops: of bfloat16, 10^12 operations a second.
+    gb_per_s: of its memory, 10^9 bytes a second.
+    memory_gb: 10^9 bytes.
+    watts: at full load.
+    """
+
+    name: str
+    tflops: float
+    gb_per_s: float
+    memory_gb: float
+    watts: float
+
+    @property
+    def ridge(self) -> float:
+        """Operations a byte from which on computing takes longer than reading."""
+        return self.tflops * _TERA / (self.gb_per_s * _GIGA)
+
+    def times(self, num: int, flops_share: float, bytes_share: float, overhead_s: float) -> Card:
+        """`num` of them as one, which share all work evenly."""
+        return Card(num * self.tflops * _TERA, num * self.gb_per_s * _GIGA, flops_share, bytes_share, overhead_s)
+
+
+CARDS: dict[str, CardSheet] = {
+    sheet.name: sheet
+    for sheet in (
+        CardSheet("a100", 312, 2039, 80, 400),
+        CardSheet("h100", 989, 3350, 80, 700),
+        CardSheet("h100-pcie", 756, 2000, 80, 350),
+        CardSheet("h200", 989, 4800, 141, 700),
+        CardSheet("b200", 2250, 8000, 180, 1000),
+        CardSheet("l4", 121, 300, 24, 72),
+        CardSheet("l40s", 362, 864, 48, 350),
+        CardSheet("mi300x", 1307, 5300, 192, 750),
+    )
+}
+
+
+def find_card(name: str) -> CardSheet:
+    """Raises `ConfigError`, which names those that are known."""
+    if name not in CARDS:
+        raise ConfigError(f"{name} is no card that is known here; known: {', '.join(CARDS)}", key="--card")
+    return CARDS[name]

@@ -1,0 +1,93 @@
+"""The files of a cluster as it was planned: a `tandem.yaml`, and the pools of a `cluster.yaml`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tandem.core.config_tree import read_yaml
+from tandem.core.errors import ConfigError
+from tandem.plan.plan_file import Plan, TypeSpec
+from tandem.plan.size import Found
+
+_ROLES = ("prefill", "decode")
+
+
+def write_files(
+    directory: Path, cluster: Path | None, plan: Plan, types: dict[str, TypeSpec], found: Found
+) -> list[Path]:
+    """`cluster`: whose other keys stay; `None`: nothing but the pools is written.
+
+    Raises:
+        ConfigError: a file cannot be read or written.
+    """
+    base = read_yaml(cluster) if cluster is not None else {}
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        files = {
+            directory / "tandem.yaml": tandem_yaml(plan, types, found),
+            directory / "cluster.yaml": cluster_yaml(base, types, found),
+        }
+        for file, (comment, tree) in files.items():
+            file.write_text(comment + yaml.safe_dump(tree, sort_keys=False, width=120))
+    except OSError as error:
+        raise ConfigError(f"cannot write to {directory}: {error.strerror}", key="--out") from error
+    return list(files)
+
+
+def tandem_yaml(plan: Plan, types: dict[str, TypeSpec], found: Found) -> tuple[str, dict[str, Any]]:
+    """A comment, and the keys: pools, targets, and what the plan set of `tandem`."""
+    best = found.best
+    pools = {
+        role: {"workers": getattr(best, f"num_{role}"), "gpus": types[getattr(best, f"{role}_type")].cards}
+        for role in _ROLES
+    }
+    slo = {"ttft_ms": plan.slo.ttft_ms, "tpot_ms": plan.slo.tpot_ms}
+    comment = f"# By `tandem plan size`: {found.best}. Name the model's own path; the plan was made for its shape.\n"
+    return comment, _merged(
+        _changed_keys(plan.tandem), {"model": {"path": plan.model.name}, "pools": pools, "slo": slo}
+    )
+
+
+def cluster_yaml(base: dict[str, Any], types: dict[str, TypeSpec], found: Found) -> tuple[str, dict[str, Any]]:
+    """A comment, and `base` with the node types of both pools as they were planned."""
+    best, nodes = found.best, {}
+    for role in _ROLES:
+        spec = types[getattr(best, f"{role}_type")]
+        num = math.ceil(getattr(best, f"num_{role}") / spec.workers_of_node)
+        of_base = (base.get("available_node_types") or {}).get(role) or {}
+        config = {**(of_base.get("node_config") or {}), **({"InstanceType": spec.instance} if spec.instance else {})}
+        nodes[role] = {
+            **of_base, "min_workers": num, "max_workers": num, "resources": {role: spec.workers_of_node},
+            "node_config": config,
+        }  # fmt: skip
+    total = sum(node["max_workers"] for node in nodes.values())
+    comment = "# By `tandem plan size`: the two pools are sized, all else is as it was given.\n"
+    if not base:
+        comment = "# By `tandem plan size`: the pools alone; lay them into a cluster.yaml as docs/deploy.md has it.\n"
+    return comment, _merged(base, {"max_workers": total, "available_node_types": nodes})
+
+
+def _changed_keys(section: Any) -> dict[str, Any]:
+    """What is not as it is by default, as a tree."""
+    changed: dict[str, Any] = {}
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        if dataclasses.is_dataclass(value):
+            if inner := _changed_keys(value):
+                changed[field.name] = inner
+        elif value != field.default:
+            changed[field.name] = list(value) if isinstance(value, tuple) else value
+    return changed
+
+
+def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for name, value in over.items():
+        both = isinstance(value, dict) and isinstance(result.get(name), dict)
+        result[name] = _merged(result[name], value) if both else value
+    return result

@@ -1,0 +1,152 @@
+"""The shapes of models: what of them decides how much memory and how much computing they need. Pure but for reading."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.core.dtypes import DTYPE_BYTES
+from tandem.core.errors import ConfigError
+from tandem.core.step_times import ModelSize
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A decoder-only transformer.
+
+    Attributes:
+        hidden: numbers of a token between layers.
+        heads, kv_heads, head_dim: of attention: of queries, and of K and V.
+        intermediate: numbers within a feed-forward part, or within one of its experts.
+        is_gated: the feed-forward part has three matrices, else two.
+        is_tied: the output layer is the embedding.
+        experts, experts_per_token: of a mixture; 0: there is none.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    is_gated: bool = True
+    is_tied: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+
+    @property
+    def num_parameters(self) -> int:
+        """Of all matrices; norms and biases are less than a thousandth of them."""
+        return self._with_experts(max(1, self.experts))
+
+    @property
+    def num_active(self) -> int:
+        """That a token is multiplied with: of a mixture those of its experts; the embedding is looked up."""
+        embedding = 0 if self.is_tied else self.vocab * self.hidden
+        return self._with_experts(max(1, self.experts_per_token)) - embedding
+
+    def _with_experts(self, num: int) -> int:
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        feed_forward = (3 if self.is_gated else 2) * self.hidden * self.intermediate * num
+        router = self.hidden * self.experts
+        embeddings = (1 if self.is_tied else 2) * self.vocab * self.hidden
+        return self.layers * (attention + feed_forward + router) + embeddings
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        """K and V of one token in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+
+    def weight_bytes(self, bits: float) -> float:
+        return self.num_parameters * bits / 8
+
+    def size(self, weight_bits: float, kv_dtype: str) -> ModelSize:
+        """As time models take it. Attention is that of its own heads, which may not fill the hidden size."""
+        return ModelSize(
+            self.num_active,
+            self.weight_bytes(weight_bits),
+            self.kv_bytes_per_token(kv_dtype),
+            self.layers,
+            self.heads * self.head_dim,
+        )
+
+
+KNOWN: dict[str, ModelShape] = {
+    shape.name: shape
+    for shape in (
+        ModelShape("llama-2-7b", 32, 4096, 32, 32, 128, 11008, 32000),
+        ModelShape("llama-2-13b", 40, 5120, 40, 40, 128, 13824, 32000),
+        ModelShape("llama-2-70b", 80, 8192, 64, 8, 128, 28672, 32000),
+        ModelShape("llama-3-8b", 32, 4096, 32, 8, 128, 14336, 128256),
+        ModelShape("llama-3-70b", 80, 8192, 64, 8, 128, 28672, 128256),
+        ModelShape("mistral-7b", 32, 4096, 32, 8, 128, 14336, 32000),
+        ModelShape("mixtral-8x7b", 32, 4096, 32, 8, 128, 14336, 32000, experts=8, experts_per_token=2),
+        ModelShape("qwen-2.5-7b", 28, 3584, 28, 4, 128, 18944, 152064),
+        ModelShape("qwen-2.5-72b", 80, 8192, 64, 8, 128, 29568, 152064),
+        ModelShape("bloom-176b", 70, 14336, 112, 112, 128, 57344, 250880, is_gated=False, is_tied=True),
+    )
+}
+"""By the names of their publishers, from their `config.json`."""
+
+# What `config.json` calls them, by age and family.
+_NAMES: dict[str, tuple[str, ...]] = {
+    "layers": ("num_hidden_layers", "n_layer"),
+    "hidden": ("hidden_size", "n_embd"),
+    "heads": ("num_attention_heads", "n_head"),
+    "kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "intermediate": ("moe_intermediate_size", "intermediate_size", "n_inner"),
+    "vocab": ("vocab_size",),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "experts_per_token": ("num_experts_per_tok",),
+}
+# Families whose feed-forward parts have two matrices.
+_PLAIN = ("gpt2", "gpt_neox", "gptj", "gpt_bigcode", "bloom", "opt", "phi", "falcon", "starcoder2")
+# Whose output layer is the embedding where the config does not say it.
+_TIED = ("gpt2", "bloom", "gemma", "gemma2", "gemma3_text")
+
+
+def find_shape(model: str) -> ModelShape:
+    """Of a known name, or of a directory with a `config.json`. Raises `ConfigError`, which names both."""
+    if model in KNOWN:
+        return KNOWN[model]
+    directory = Path(model).expanduser()
+    file = directory / "config.json" if directory.is_dir() else directory
+    if not file.is_file():
+        raise ConfigError(
+            f"{model} is no model that is known here, and no directory with a config.json; known: {', '.join(KNOWN)}",
+            key="--model",
+        )
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}", key="--model") from error
+    return _of_config(directory.name, config)
+
+
+def _of_config(name: str, config: dict[str, Any]) -> ModelShape:
+    config = config | (config.get("text_config") or {})
+
+    def find(field: str) -> int | None:
+        return next((config[key] for key in _NAMES[field] if isinstance(config.get(key), int)), None)
+
+    needed = ("layers", "hidden", "heads", "vocab")
+    layers, hidden, heads, vocab = (find(field) for field in needed)
+    if layers is None or hidden is None or heads is None or vocab is None:
+        missing = ", ".join(" or ".join(_NAMES[field]) for field in needed if find(field) is None)
+        raise ConfigError(f"the config.json of {name} does not say {missing}", key="--model")
+    kind = str(config.get("model_type", ""))
+    return ModelShape(
+        name, layers, hidden, heads,
+        kv_heads=find("kv_heads") or heads,
+        head_dim=find("head_dim") or hidden // heads,
+        intermediate=find("intermediate") or 4 * hidden,
+        vocab=vocab,
+        is_gated=kind not in _PLAIN,
+        is_tied=bool(config.get("tie_word_embeddings", kind in _TIED)),
+        experts=find("experts") or 0,
+        experts_per_token=find("experts_per_token") or 0,
+    )  # fmt: skip

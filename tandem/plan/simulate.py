@@ -1,0 +1,135 @@
+"""What one choice of pools does with a load: how many of its requests keep their targets. In virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+from tandem.core.errors import ConfigError
+from tandem.core.identity import Role
+from tandem.core.time_model import ModelSpec, PoolSpec
+from tandem.plan.calculators import kv_room, roofline
+from tandem.plan.plan_file import Plan, TypeSpec
+from tandem.sim.load import Arrival
+from tandem.sim.scenario import LoadSpec, Scenario, arrivals
+from tandem.sim.world import Outcome, World, WorldShape
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """Workers of both roles; types by their names."""
+
+    prefill_type: str
+    num_prefill: int
+    decode_type: str
+    num_decode: int
+
+    def __str__(self) -> str:
+        return f"{self.num_prefill} prefill ({self.prefill_type}), {self.num_decode} decode ({self.decode_type})"
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Of a load's requests; shares of all of them.
+
+    Attributes:
+        is_whole: the simulation went to its end; else it was ended once too many had missed their targets, and shares
+            are of those that ended before.
+        busy_prefill: of each worker, of the time up to the last first token.
+        decode_batch: sequences that a step of a decode worker generates for, on average.
+    """
+
+    both: float
+    ttft: float
+    tpot: float
+    is_whole: bool
+    busy_prefill: float
+    decode_batch: float
+    rate: float  # requests a second that came
+
+
+class _TooManyMissedError(Exception):
+    """No more can be reached."""
+
+
+def simulate(plan: Plan, types: dict[str, TypeSpec], pools: Pools, *, whole: bool = False) -> Kept:
+    """`whole`: also where the targets cannot be kept any more.
+
+    Raises:
+        ConfigError: the trace cannot be read, or a request fits into no worker.
+    """
+    load = _load(plan.load, plan.directory, plan.seed)
+    targets = plan.slo
+    most_missed = (1 - targets.share) * len(load)
+    kept_ttft = kept_tpot = kept_both = num = 0
+    last_first_token_s = 0.0
+
+    def ended(outcome: Outcome) -> None:
+        nonlocal kept_ttft, kept_tpot, kept_both, num, last_first_token_s
+        last_first_token_s = max(last_first_token_s, outcome.first_token_s)
+        tpot_s = outcome.tpot_s
+        in_time = outcome.ttft_s <= targets.ttft_ms * 1e-3
+        steady = tpot_s is None or tpot_s <= targets.tpot_ms * 1e-3
+        num += 1
+        kept_ttft += in_time
+        kept_tpot += steady
+        kept_both += in_time and steady
+        if not whole and num - kept_both > most_missed:
+            raise _TooManyMissedError
+
+    world = World(_shape(plan, types, pools), ended)
+    is_whole = True
+    try:
+        world.run(load)
+    except _TooManyMissedError:
+        is_whole = False
+    busy_s = sum(one.work.busy_s for one in world.machines.values() if one.role is Role.PREFILL)
+    decode = [one.work for one in world.machines.values() if one.role is Role.DECODE]
+    return Kept(
+        both=kept_both / num, ttft=kept_ttft / num, tpot=kept_tpot / num, is_whole=is_whole,
+        busy_prefill=busy_s / last_first_token_s / pools.num_prefill,
+        decode_batch=sum(work.num_tokens for work in decode) / max(1, sum(work.num_steps for work in decode)),
+        rate=_rate(load),
+    )  # fmt: skip
+
+
+def _rate(load: Sequence[Arrival]) -> float:
+    span_s = load[-1].arrived_s - load[0].arrived_s
+    return (len(load) - 1) / span_s if span_s > 0 else float(len(load))
+
+
+def mean_lengths(plan: Plan) -> tuple[float, float, float]:
+    """Tokens of a prompt and of an output on average, and requests a second."""
+    load = _load(plan.load, plan.directory, plan.seed)
+    num = len(load)
+    return sum(one.num_input for one in load) / num, sum(one.num_output for one in load) / num, _rate(load)
+
+
+@lru_cache(maxsize=16)
+def _load(spec: LoadSpec, directory: str, seed: int) -> tuple[Arrival, ...]:
+    found = tuple(arrivals(Scenario(load=spec, seed=seed), Path(directory)))
+    if not found:
+        raise ConfigError("the load has no request", key="load")
+    return found
+
+
+def _shape(plan: Plan, types: dict[str, TypeSpec], pools: Pools) -> WorldShape:
+    served, model = plan.served, plan.served.shape
+    spec = ModelSpec(
+        parameters=float(model.num_active), layers=model.layers, hidden_size=model.hidden, kv_heads=model.kv_heads,
+        head_dim=model.head_dim, kv_dtype=plan.model.kv_dtype,
+    )  # fmt: skip
+    prefill, decode = types[pools.prefill_type].machine, types[pools.decode_type].machine
+    scenario = Scenario(
+        prefill=PoolSpec(pools.num_prefill, kv_room(served, prefill)),
+        decode=PoolSpec(pools.num_decode, kv_room(served, decode)),
+        model=spec, network=plan.network, load=plan.load, tandem=plan.tandem, seed=plan.seed,
+    )  # fmt: skip
+    shape = scenario.shape()
+    return replace(
+        shape,
+        prefill=replace(shape.prefill, times=roofline(served, prefill)),
+        decode=replace(shape.decode, times=roofline(served, decode)),
+    )

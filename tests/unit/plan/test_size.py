@@ -1,0 +1,166 @@
+"""The search for pools: the cheapest of all, wherever the edge lies; and one whole search over the simulator."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.cli import main
+from tandem.core.errors import ConfigError
+from tandem.plan.plan_file import Plan, TypeSpec, read_plan
+from tandem.plan.search import Pair, cheapest, most_speed, price, within
+from tandem.plan.simulate import Kept, Pools
+
+MOST = 12
+
+
+def kept(both: float) -> Kept:
+    return Kept(both, both, both, is_whole=True, busy_prefill=0.5, decode_batch=1.0, rate=1.0)
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[dict[str, TypeSpec], list[int]]:
+    """Prices, and for each number of prefill workers (from 0) the fewest decode workers that keep the targets."""
+    prices = st.floats(0.5, 9)
+    types = {"p": TypeSpec(price=draw(prices)), "d": TypeSpec(price=draw(prices))}
+    edge = sorted(draw(st.lists(st.integers(1, MOST + 4), min_size=MOST, max_size=MOST)), reverse=True)
+    return types, [MOST + 99, *edge]
+
+
+@given(worlds())
+def test_the_cheapest_pools_are_found_wherever_the_edge_lies(world: tuple[dict[str, TypeSpec], list[int]]) -> None:
+    types, edge = world
+    plan, pair, asked = Plan(most=MOST), Pair("p", "d", 1, 1, ""), set()
+
+    def evaluate(pools: Pools) -> Kept:
+        asked.add(pools)
+        return kept(float(pools.num_decode >= edge[pools.num_prefill]))
+
+    found = cheapest(plan, types, pair, evaluate)
+    every = [pair.pools(p, d) for p in range(1, MOST + 1) for d in range(1, MOST + 1) if d >= edge[p]]
+    if not every:
+        assert found is None
+        return
+    assert found is not None
+    assert price(plan, types, found) == pytest.approx(min(price(plan, types, pools) for pools in every))
+    assert len(asked) <= 4 * MOST, "no more than a few for each number of prefill workers"
+
+
+def test_a_run_that_was_ended_early_keeps_nothing() -> None:
+    types = {"a": TypeSpec()}
+    ended = replace(kept(0.99), is_whole=False)
+    assert cheapest(Plan(most=3), types, Pair("a", "a", 1, 1, ""), lambda _: ended) is None
+
+
+def test_a_budget_is_spent_on_decode_for_each_number_of_prefill_workers() -> None:
+    types = {"p": TypeSpec(price=4.0), "d": TypeSpec(price=1.5)}
+    found = list(within(Plan(budget=13.0), types, Pair("p", "d", 1, 1, "")))
+    assert [(one.num_prefill, one.num_decode) for one in found] == [(1, 6), (2, 3)]
+
+
+@pytest.mark.parametrize("limit", [0.3, 1.0, 1.4, 37.0])
+def test_the_speed_at_which_targets_break_is_found(limit: float) -> None:
+    found = most_speed(lambda speed: speed <= limit)
+    assert found <= limit
+    assert found == pytest.approx(limit, rel=0.06)
+    assert most_speed(lambda _: False) == 0.0
+
+
+# -- files
+
+
+def plan_file(directory: Path, **changes: Any) -> Path:
+    tree = {
+        "model": {"name": "llama-3-8b"},
+        "load": {"requests": 60, "rate": 12},
+        "slo": {"ttft_ms": 800, "tpot_ms": 40},
+        "types": {"h100": {"price": 4.0, "instance": "p5.48xlarge", "workers_of_node": 8}},
+        "most": 8,
+        **changes,
+    }
+    file = directory / "plan.yaml"
+    file.write_text(yaml.safe_dump({name: value for name, value in tree.items() if value is not None}))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"types": None}, "types must name one type"),
+        ({"types": {"a": {"card": "none"}}}, "none is no card"),
+        ({"types": {"a": {"prize": 1}}}, r"types\.a: unknown key prize; did you mean price"),
+        ({"types": {"a": {"card": "l4"}}, "model": {"name": "llama-3-70b"}}, r"types\.a: its memory has no room"),
+        ({"types": {"a": {"roles": "decode"}}}, "no type may serve as prefill"),
+        ({"model": {"name": "none"}}, "known: llama-2-7b"),
+        ({"goal": "most_goodput"}, "needs a budget above 0"),
+        ({"slow": 1}, "unknown key slow; did you mean slo"),
+    ],
+)
+def test_what_is_wrong_in_a_plan_is_named(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+    file = plan_file(tmp_path, **changes)
+    with pytest.raises(ConfigError, match=named) as caught:
+        read_plan(file)
+    assert str(file) in caught.value.message
+
+
+@pytest.mark.parametrize("file", sorted((Path(__file__).parents[3] / "plans").glob("*.yaml")), ids=lambda f: f.name)
+def test_shipped_plans_can_be_read(file: Path) -> None:
+    _, types = read_plan(file)
+    assert types
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_a_whole_search_finds_pools_says_why_and_writes_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = tmp_path / "cluster.yaml"
+    base.write_text(
+        "cluster_name: mine\navailable_node_types: {head: {max_workers: 0}, decode: {node_config: {A: 1}}}\n"
+    )
+    line = ["plan", "size", str(plan_file(tmp_path, tandem={"scheduling": {"max_num_seqs": 4}})), "--processes", "1"]
+    files = ["--json", str(tmp_path / "found.json"), "--out", str(tmp_path / "out"), "--cluster", str(base)]
+    assert main([*line, *files]) == 0
+    shown = capsys.readouterr().out
+    found = json.loads((tmp_path / "found.json").read_text())
+    best = found["best"]
+    assert f"{best['num_prefill']} prefill (h100), {best['num_decode']} decode (h100)" in shown
+    assert found["kept"]["both"] >= 0.9
+    assert found["kept"]["is_whole"]
+    # With 4 places twelve requests a second of 200 tokens are more than one decode worker takes.
+    assert best["num_decode"] > 1
+    fewer = found["fewer"]["one decode worker less"]
+    assert fewer["both"] < 0.9
+    assert "with one decode worker less" in shown
+    assert set(found["changed"]) == {f"{what} {sign}25 %" for what in ("rate", "prompts", "outputs") for sign in "+-"}
+    tandem = yaml.safe_load((tmp_path / "out/tandem.yaml").read_text())
+    assert tandem["pools"]["decode"] == {"workers": best["num_decode"], "gpus": 1}
+    assert tandem["scheduling"] == {"max_num_seqs": 4}
+    cluster = yaml.safe_load((tmp_path / "out/cluster.yaml").read_text())
+    assert cluster["cluster_name"] == "mine"
+    decode = cluster["available_node_types"]["decode"]
+    assert decode["min_workers"] == math.ceil(best["num_decode"] / 8)
+    assert decode["node_config"] == {"A": 1, "InstanceType": "p5.48xlarge"}
+    assert "head" in cluster["available_node_types"]
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_a_budget_gives_the_most_goodput_and_too_small_a_one_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = plan_file(tmp_path, goal="most_goodput", budget=8.5)
+    assert main(["plan", "size", str(file), "--processes", "1", "--json", str(tmp_path / "found.json")]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["best"]["num_prefill"], found["best"]["num_decode"]) == (1, 1)
+    assert found["speed"] > 0.5
+    assert main(["plan", "size", str(plan_file(tmp_path, goal="most_goodput", budget=7.0))]) == 1
+    assert "less than a worker of each role costs" in capsys.readouterr().err

@@ -142,8 +142,8 @@ class World:
                 key = WorkerKey(f"{role.value}-{number}", "1")
                 self.machines[key] = Machine(
                     self.kernel, key, role, num_pages=pool.num_pages, limits=pool.limits,
-                    times=pool.times or self.shape.times, kv_format=self.shape.kv_format, mixed_step_tokens=pool.mixed_step_tokens,
-                    on_preempted=self._preempted, on_step=self._stepped,
+                    times=pool.times or self.shape.times, kv_format=self.shape.kv_format,
+                    mixed_step_tokens=pool.mixed_step_tokens, on_preempted=self._preempted, on_step=self._stepped,
                 )  # fmt: skip
                 self._waiting[key], self._link_free_s[key] = deque(), 0.0
                 self._told_s[key], self._told[key] = -self.shape.report_s, Work()

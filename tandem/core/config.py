@@ -357,6 +357,10 @@ class MetricsConfig:
         False, "Export what means the same under vLLM's names too (`vllm:num_requests_running` and so on). Turn it on "
         "for boards, autoscalers and load generators that were made for vLLM."
     )
+    step_log: str = _key(
+        "", "A directory into which each worker writes what its steps compute and how long they take, the newest "
+        "32 MiB of it; empty: none does. `tandem sim calibrate` reads it."
+    )
 
 
 @dataclass(frozen=True)

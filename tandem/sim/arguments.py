@@ -27,9 +27,26 @@ def add_command_to(commands: Any, add_command: _AddCommand) -> None:
         "scenario", type=Path, metavar="FILE", help="YAML: cluster, times of steps, load; see docs/simulator.md"
     )
     run.add_argument("--json", type=Path, metavar="FILE", help="write everything there, each request among it")
+    calibrate = add_command(
+        subcommands,
+        "calibrate",
+        "fit a scenario's `fitted` times to the steps that a cluster has taken (metrics.step_log)",
+        "tandem sim calibrate step-logs/\ntandem sim calibrate step-logs/ --out times.yaml",
+        _calibrate,
+    )
+    calibrate.add_argument(
+        "logs", type=Path, nargs="+", metavar="DIR_OR_FILE", help="what workers wrote with metrics.step_log"
+    )
+    calibrate.add_argument("--out", type=Path, metavar="FILE", help="write the times there, as a scenario has them")
 
 
 def _run(options: argparse.Namespace) -> int:
     from tandem.sim.command import run
 
     return run(options.scenario, options.json)
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    from tandem.sim.calibrate import run
+
+    return run(options.logs, options.out)

@@ -10,11 +10,12 @@ from router.policy.known_load import KnownLoad, Report
 from router.policy.worker_load import WorkerLoad
 from tandem.core.identity import Role, WorkerKey
 from tandem.core.pages import PagePool
-from tandem.core.step_times import StepTimes, Terms
+from tandem.core.step_times import StepTimes
 from tandem.sim.kernel import Kernel
 from tandem.worker.batch import Batch, SchedulerLimits
 from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.sequence import Sequence as Choice
+from tandem.worker.step_log import terms_of
 
 _SALT = b"simulated"
 #: Any token: nobody reads what is generated.
@@ -80,8 +81,7 @@ class Machine:
         if not batch.items:
             self._is_busy = False
             return
-        parts = ((item.start, item.num_tokens, item.sequence.is_decode) for item in batch.items)
-        seconds = self._times.seconds(Terms.of(parts))
+        seconds = self._times.seconds(terms_of(batch))
         self.work.num_steps += 1
         self.work.busy_s += seconds
         self.work.num_tokens += batch.num_tokens

@@ -53,7 +53,6 @@ class Lookup:
         found = self.token_ids[place : place + num]
         return [found[index % len(found)] for index in range(num)]
 
-
     def _find(self, run: list[int]) -> int | None:
         """The position behind it where it came last."""
         place = self._behind.get(hash(tuple(run)))

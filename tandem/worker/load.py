@@ -88,9 +88,7 @@ class LoadReport:
     def take(self, num_queued: int, num_queued_tokens: int, num_incoming: int = 0) -> None:
         """Note the load."""
         scheduler = self._scheduler
-        now = LoadSnapshot(
-            scheduler.pool.counts(), len(scheduler.running), num_queued, num_queued_tokens, num_incoming
-        )
+        now = LoadSnapshot(scheduler.pool.counts(), len(scheduler.running), num_queued, num_queued_tokens, num_incoming)
         has_changed, self._newest = bool(self._taken_in) or now != self._newest, now
         if (change := scheduler.pool.take_changes()) is not None:
             self._on_cache(change)

@@ -24,7 +24,7 @@ from kvtransfer.transports.own_stream import use_own_stream
 from kvtransfer.transports.registry import create_transport
 from kvtransfer.wire import layout_to_proto, protocols_to_proto
 from tandem.core.config import Config
-from tandem.core.errors import TandemError, TransportError
+from tandem.core.errors import ConfigError, TandemError, TransportError
 from tandem.core.identity import Role
 from tandem.core.pages import PagePool, model_salt
 from tandem.core.pidfd import ExitWatch, host_id
@@ -51,6 +51,7 @@ from tandem.worker.request import RequestLimits
 from tandem.worker.runner import Runner
 from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.step_engine import StepEngine, load_engine, num_slots
+from tandem.worker.step_log import StepLog
 from tandem.worker.tier_parts import make_tiers, tiers_to_proto
 
 _log = logging.getLogger(__name__)
@@ -220,7 +221,10 @@ def build_parts(
     pacing = _make_pacing(config, place, site, arena)
     undo.callback(pacing.close)
     name, counters = place.worker_id, WorkerCounters()
-    runner = Runner(engine, scheduler, name=f"runner-{name}", on_fatal=life.fail, pacing=pacing)
+    step_log = _step_log(config, name)
+    if step_log is not None:
+        undo.callback(step_log.close)
+    runner = Runner(engine, scheduler, name=f"runner-{name}", on_fatal=life.fail, pacing=pacing, step_log=step_log)
     guides = Guides(_load_vocabulary(place, engine), runner.submit, counters)
     undo.callback(guides.close)
     interface = find_interface(config.transport.interface) if config.transport.interface else None
@@ -301,6 +305,18 @@ def _make_pacing(config: Config, place: WorkerPlace, site: Site, arena: KVArena)
     pages_ahead = PagesAhead(arena, f"pages-{place.worker_id}")
     make = PrefillPacing if site.role is Role.PREFILL else DecodePacing
     return make(shares, pages_ahead)
+
+
+def _step_log(config: Config, worker_id: str) -> StepLog | None:
+    """`None`: nobody asked for it. Raises `ConfigError`."""
+    directory = config.metrics.step_log
+    try:
+        return StepLog(Path(directory).expanduser(), worker_id) if directory else None
+    except OSError as error:
+        raise ConfigError(
+            f"metrics.step_log is {directory}, where {worker_id} cannot write ({error.strerror}); name another one",
+            key="metrics.step_log",
+        ) from error
 
 
 def _register(transport: Transport, arena: KVArena, device: str) -> bytes:

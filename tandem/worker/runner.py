@@ -19,6 +19,7 @@ from tandem.worker.pacing import Pacing
 from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.step import StepHooks
 from tandem.worker.step_engine import StepEngine
+from tandem.worker.step_log import StepLog, terms_of
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ class Runner:
     Args:
         on_fatal: called once, on the runner thread, with what ended it before `stop`.
         pacing: hears of each step and of each rest.
+        step_log: gets each step's terms and time; `None`: nobody asked for them.
     """
 
     def __init__(
@@ -42,11 +44,13 @@ class Runner:
         name: str,
         on_fatal: Callable[[BaseException], None],
         pacing: Pacing,
+        step_log: StepLog | None = None,
     ) -> None:
         self.engine = engine
         self.scheduler = scheduler
         self._on_fatal = on_fatal
         self._pacing = pacing
+        self._step_log = step_log
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._hooks: StepHooks | None = None
         self._stopping = False
@@ -100,13 +104,21 @@ class Runner:
             self._drain_inbox()  # the next step is that of what has come meanwhile, too
         if self._stopping:
             return
+        began_s = time.monotonic()
         hooks.before_schedule()
         batch = scheduler.schedule()
         if batch.items:
             self._pacing.step_begins(scheduler.pool.first_untouched)
-            self._step(hooks, batch)
+            if self._step_log is None:
+                self._step(hooks, batch)
+            else:
+                terms = terms_of(batch)
+                self._step(hooks, batch)
+                self._step_log.note(terms, time.monotonic() - began_s)
             return
         hooks.going_idle()
+        if self._step_log is not None:
+            self._step_log.flush()
         self._pacing.rest()
         self.busy_since_s = None
         call = self._inbox.get()

@@ -1,0 +1,189 @@
+"""`tandem sim calibrate`: the sum of terms that comes nearest to the times of steps that a cluster has taken."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from tandem.core.errors import ConfigError
+from tandem.core.step_times import Fitted, Terms
+from tandem.core.time_model import FittedSpec
+from tandem.worker.step_log import COLUMNS, SUFFIX
+
+# Steps that took so many times as long as the others like them were held up by something else: a first use of memory,
+# another process. They are not of the model.
+_OUTLIER = 3.0
+_ROUNDS = 4
+_FEWEST = 20
+
+_Numbers = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One that was taken; `worker` is its file's."""
+
+    worker: str
+    terms: Terms
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What was found of some steps.
+
+    Attributes:
+        median_off, p90_off: of the steps' times, relative.
+        total_off: of the sum of them all.
+        num_left_out: steps that took several times what the model says.
+    """
+
+    times: Fitted
+    num: int
+    num_left_out: int
+    median_off: float
+    p90_off: float
+    total_off: float
+
+
+def read_steps(paths: Iterable[Path]) -> list[Step]:
+    """Of step logs, or of directories of them. Raises `ConfigError`, which names the file that is none."""
+    files: list[Path] = []
+    for path in paths:
+        files += sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
+    if not files:
+        raise ConfigError(
+            f"no *{SUFFIX} there; let a cluster write them with metrics.step_log: DIRECTORY", key="metrics.step_log"
+        )
+    return [step for file in files for step in _read(file)]
+
+
+def _read(file: Path) -> Iterable[Step]:
+    worker = file.name.removesuffix(SUFFIX).removesuffix(".1")
+    try:
+        with file.open(newline="") as lines:
+            rows = csv.reader(lines)
+            if tuple(next(rows, ())) != COLUMNS:
+                raise ConfigError(f"{file} is no step log; its first line must be {','.join(COLUMNS)}")
+            for row in rows:
+                tokens, decode_rows, read, pairs, seconds = row
+                yield Step(worker, Terms(int(tokens), int(decode_rows), int(read), float(pairs)), float(seconds))
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{file} is no step log: {error}") from error
+
+
+def fit(steps: Sequence[Step]) -> Fit:
+    """The terms with no one below 0 whose sums are nearest, relative to each step's time.
+
+    Raises:
+        ConfigError: there are too few steps.
+    """
+    if len(steps) < _FEWEST:
+        raise ConfigError(f"{len(steps)} steps are too few to fit a model to; take {_FEWEST} or more, of several loads")
+    matrix = np.array([(1.0, t.num_tokens, t.num_rows, t.num_read, t.num_pairs) for t in (s.terms for s in steps)])
+    seconds = np.array([step.seconds for step in steps])
+    taken = np.ones(len(steps), dtype=bool)
+    for _ in range(_ROUNDS):
+        found = _not_negative(matrix[taken] / seconds[taken, None])
+        ratio = seconds / np.maximum(matrix @ found, 1e-12)
+        kept = ratio < _OUTLIER * np.median(ratio)
+        if (kept == taken).all():
+            break
+        taken = kept
+    return _judged(Fitted(*(float(value) for value in found)), steps)
+
+
+def _not_negative(matrix: _Numbers) -> _Numbers:
+    """The x of no value below 0 for which `matrix @ x` is nearest to 1 (Lawson and Hanson, "Solving Least Squares
+    Problems", 1974, chapter 23)."""
+    scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
+    scaled = matrix / scale
+    gram, target = scaled.T @ scaled, scaled.T @ np.ones(len(matrix))
+    num = gram.shape[0]
+    x, free = np.zeros(num), np.zeros(num, dtype=bool)
+    for _ in range(10 * num):
+        slope = np.where(free, -np.inf, target - gram @ x)
+        entering = int(slope.argmax())
+        if slope[entering] <= 1e-9 * len(matrix):
+            break
+        free[entering] = True
+        while True:
+            best = np.zeros(num)
+            best[free] = np.linalg.lstsq(gram[np.ix_(free, free)], target[free], rcond=None)[0]
+            below = free & (best <= 0)
+            if not below.any():
+                break
+            step = np.min(x[below] / np.maximum(x[below] - best[below], 1e-300))
+            x = x + step * (best - x)
+            free &= x > 1e-12
+        x = best
+    fitted: _Numbers = x / scale
+    return fitted
+
+
+def spec_of(times: Fitted) -> FittedSpec:
+    """In the units of a scenario."""
+    return FittedSpec(
+        base_ms=times.base_s * 1e3, token_us=times.of_token_s * 1e6, row_us=times.of_row_s * 1e6,
+        read_ns=times.of_read_s * 1e9, pair_ns=times.of_pair_s * 1e9,
+    )  # fmt: skip
+
+
+def run(paths: Sequence[Path], out: Path | None) -> int:
+    """Print the fit of all steps and how near it comes to each worker's; write it to `out`."""
+    steps = read_steps(paths)
+    found = fit(steps)
+    spec = spec_of(found.times)
+    tree = {"times": "fitted", "fitted": {name: float(f"{value:.6g}") for name, value in vars_of(spec).items()}}
+    table = Table("worker", "steps", "left out", "median off", "p90 off", "sum off", box=None)
+    for name in sorted({step.worker for step in steps}):
+        table.add_row(name, *_shown(_judged(found.times, [step for step in steps if step.worker == name])))
+    table.add_row("all", *_shown(found))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(table)
+    text = yaml.safe_dump(tree, sort_keys=False)
+    console.print(f"\n{text.strip()}", markup=False)
+    if out is not None:
+        try:
+            out.write_text(f"# By `tandem sim calibrate`, of {found.num:,} steps.\n{text}")
+        except OSError as error:
+            raise ConfigError(f"cannot write {out}: {error.strerror}", key="--out") from error
+    return 0
+
+
+def vars_of(spec: FittedSpec) -> dict[str, float]:
+    """Its keys and values."""
+    return {name: getattr(spec, name) for name in FittedSpec.__dataclass_fields__}
+
+
+def _judged(times: Fitted, steps: Sequence[Step]) -> Fit:
+    said = np.array([times.seconds(step.terms) for step in steps])
+    seconds = np.array([step.seconds for step in steps])
+    taken = seconds < _OUTLIER * said
+    if not taken.any():
+        taken = ~taken
+    said, seconds = said[taken], seconds[taken]
+    off = np.abs(said - seconds) / seconds
+    return Fit(
+        times, len(said), len(steps) - len(said), float(np.median(off)), float(np.percentile(off, 90)),
+        float(said.sum() / seconds.sum() - 1),
+    )  # fmt: skip
+
+
+def _shown(found: Fit) -> tuple[str, ...]:
+    return (
+        f"{found.num:,}", f"{found.num_left_out:,}", f"{found.median_off:.1%}", f"{found.p90_off:.1%}",
+        f"{found.total_off:+.1%}",
+    )  # fmt: skip

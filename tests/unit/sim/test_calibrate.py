@@ -1,0 +1,121 @@
+"""From steps that were taken to a model of their times."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.cli import main
+from tandem.core.errors import ConfigError
+from tandem.core.step_times import Fitted, Terms
+from tandem.core.time_model import read_time_model
+from tandem.sim.calibrate import Step, fit, read_steps
+from tandem.worker.step_log import SUFFIX, StepLog
+
+TRUE = Fitted(0.004, of_token_s=2e-5, of_row_s=1e-5, of_read_s=3e-8, of_pair_s=1e-9)
+
+
+def terms(rng: random.Random) -> Terms:
+    rows, context, chunk = rng.randrange(64), rng.randrange(1, 8000), rng.choice((0, 0, 128, 512))
+    pairs = rows * context + chunk * (chunk + 1) / 2
+    return Terms(max(1, rows + chunk), rows, rows * context + chunk, pairs)
+
+
+def steps_of(times: Fitted, num: int = 400, noise: float = 0.0, seed: int = 1) -> list[Step]:
+    rng = random.Random(seed)
+    drawn = [terms(rng) for _ in range(num)]
+    return [Step("decode-0", one, times.seconds(one) * (1 + rng.uniform(-noise, noise))) for one in drawn]
+
+
+coefficients = st.one_of(st.just(0.0), st.floats(0.1, 10.0))
+
+
+@given(st.floats(1e-4, 0.05), coefficients, coefficients, coefficients, coefficients)
+def test_what_steps_were_made_of_is_found(base: float, token: float, row: float, read: float, pair: float) -> None:
+    true = Fitted(base, token * 1e-5, row * 1e-4, read * 1e-8, pair * 1e-9)
+    found = fit(steps_of(true))
+    assert found.median_off < 0.01
+    assert abs(found.total_off) < 0.01
+    rng = random.Random(2)
+    for one in (terms(rng) for _ in range(50)):  # that were not among them
+        assert found.times.seconds(one) == pytest.approx(true.seconds(one), rel=0.02)
+
+
+def test_no_term_is_below_0_and_noise_is_told() -> None:
+    found = fit(steps_of(TRUE, noise=0.2))
+    assert min(found.times.base_s, found.times.of_row_s, found.times.of_read_s, found.times.of_pair_s) >= 0
+    assert 0.05 < found.median_off < 0.15
+    assert abs(found.total_off) < 0.03
+
+
+def test_steps_that_something_else_held_up_are_left_out() -> None:
+    steps = steps_of(TRUE)
+    held_up = [Step(one.worker, one.terms, one.seconds * 40) for one in steps[:20]]
+    found = fit([*held_up, *steps[20:]])
+    assert found.num_left_out == 20
+    assert found.times.seconds(steps[0].terms) == pytest.approx(steps[0].seconds, rel=0.02)
+
+
+def test_too_few_steps_are_said() -> None:
+    with pytest.raises(ConfigError, match="19 steps are too few"):
+        fit(steps_of(TRUE, num=19))
+
+
+def test_the_command_writes_what_a_scenario_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = StepLog(tmp_path / "logs", "decode-0")
+    for step in steps_of(TRUE):
+        log.note(step.terms, step.seconds)
+    log.close()
+    out = tmp_path / "times.yaml"
+    assert main(["sim", "calibrate", str(tmp_path / "logs"), "--out", str(out)]) == 0
+    assert "decode-0" in capsys.readouterr().out
+    times = read_time_model(out).step_times()
+    for step in steps_of(TRUE, seed=7):
+        assert times.seconds(step.terms) == pytest.approx(step.seconds, rel=0.02)
+    assert yaml.safe_load(out.read_text())["times"] == "fitted"
+
+
+def test_the_newest_steps_are_kept_in_two_files(tmp_path: Path) -> None:
+    log = StepLog(tmp_path, "prefill-3", most_bytes=8000)
+    for number in range(2000):
+        log.note(Terms(number + 1, 0, 1, 1.0), 0.5)
+    log.flush()
+    steps = read_steps([tmp_path])
+    numbers = sorted(step.terms.num_tokens for step in steps)
+    assert numbers[-1] == 2000
+    assert numbers == list(range(numbers[0], 2001))
+    assert {step.worker for step in steps} == {"prefill-3"}
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 16000
+    assert 300 < len(steps) < 1000
+
+
+def test_a_full_disk_ends_the_log_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = StepLog(tmp_path, "decode-0")
+    log._file.close()
+    log._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 - the log closes it
+    for _ in range(1000):
+        log.note(Terms(1, 1, 1, 1.0), 0.5)
+    log.close()
+    assert "no more steps are written" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "named"), [("a,b\n1,2\n", "its first line must be"), (None, "cannot read"), ("", "its first line")]
+)
+def test_a_file_that_is_no_step_log_is_named(tmp_path: Path, text: str | None, named: str) -> None:
+    file = tmp_path / f"x{SUFFIX}"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=named) as caught:
+        read_steps([file])
+    assert str(file) in caught.value.message
+
+
+def test_an_empty_directory_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"metrics\.step_log: DIRECTORY"):
+        read_steps([tmp_path])

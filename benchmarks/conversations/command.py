@@ -31,7 +31,8 @@ from tandem.core.errors import TandemError
 
 _QUIET_S = 2.0
 
-_PARTS = (
+#: What is measured in each repetition, and how it is placed.
+PARTS = (
     *((part, placement) for part in (CONVERSATIONS, SINGLES) for placement in ROUTERS),
     (ONE_PAIR, "prefixes"),
 )
@@ -47,6 +48,7 @@ class ConversationSizes:
     concurrency: int = 8
     num_repetitions: int = 3
     quiet_s: float = _QUIET_S
+    parts: tuple[tuple[str, str], ...] = PARTS
 
 
 def run(json: Path | None, sizes: ConversationSizes) -> None:
@@ -78,7 +80,7 @@ async def measure(sizes: ConversationSizes, tell: Callable[[str], None]) -> dict
     """Plain data. Both ways to place have the same texts in each repetition, and workers with empty caches."""
     runs: list[dict[str, Any]] = []
     for repetition in range(1, sizes.num_repetitions + 1):
-        for part, placement in _PARTS:
+        for part, placement in sizes.parts:
             tell(f"repetition {repetition} of {sizes.num_repetitions}: {part}, placed by {placement}")
             load = OtherLoad()
             await asyncio.sleep(sizes.quiet_s)

@@ -211,9 +211,15 @@ def _add_gpu(commands: Any) -> None:
         "python -m benchmarks gpu\npython -m benchmarks gpu --device cuda:1 --models 8b --json gpu.json",
         _gpu,
     )
-    command.add_argument("--device", default="cuda", metavar="DEVICE", help="cuda or cuda:N (default: cuda)")
     command.add_argument(
-        "--models", nargs="+", choices=("1b", "8b"), default=["1b", "8b"], help="Llama shapes (default: both)"
+        "--device", default="cuda", metavar="DEVICE", help="cuda, cuda:N, or cpu, to see that it runs (default: cuda)"
+    )
+    command.add_argument(
+        "--models",
+        nargs="+",
+        choices=("8b", "1b", "tiny"),
+        default=["8b", "1b"],
+        help="Llama shapes (default: 8b and 1b)",
     )
     command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
 

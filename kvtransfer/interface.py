@@ -7,8 +7,7 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-import psutil
+from typing import Any
 
 from tandem.core.errors import ConfigError
 
@@ -40,6 +39,7 @@ def find_interface(wanted: str) -> Interface:
         ConfigError: this host has none, or it is down; names those that it has.
     """
     network = _network(wanted) if "/" in wanted else None
+    psutil = _import_psutil()
     stats = psutil.net_if_stats()
     found = [i for i in _interfaces() if (_is_in(i.address, network) if network is not None else i.name == wanted)]
     for interface in found:
@@ -65,11 +65,21 @@ def _is_in(address: str, network: ipaddress.IPv4Network | ipaddress.IPv6Network)
 
 def _interfaces() -> Iterator[Interface]:
     """Each with its addresses, IPv4 first. Addresses of one link (fe80::) mean nothing to other hosts."""
-    for name, addresses in psutil.net_if_addrs().items():
+    for name, addresses in _import_psutil().net_if_addrs().items():
         for family in (socket.AF_INET, socket.AF_INET6):
             for address in addresses:
                 if address.family == family and not address.address.startswith("fe80"):
                     yield Interface(name, address.address.partition("%")[0])
+
+
+def _import_psutil() -> Any:
+    """Needed only where an interface is named. Raises `ConfigError`."""
+    try:
+        import psutil
+    except ModuleNotFoundError as error:
+        text = f"{_KEY}: the interfaces of this host are read by psutil, which is not installed: `pip install psutil`"
+        raise ConfigError(text, key=_KEY) from error
+    return psutil
 
 
 def _port(interface: Path) -> int:

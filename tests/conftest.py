@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from xdist.scheduler import LoadFileScheduling
+
+try:
+    from xdist.scheduler import LoadFileScheduling
+except ModuleNotFoundError:  # on a machine with a GPU alone
+    LoadFileScheduling = object
 
 # The products in tests are small: a second thread gains nothing, and waits for the other one where the cores are busy.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,7 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Helpers assert too, and some are imported before pytest would find them as plugins.
 pytest.register_assert_rewrite("tests.support")
 
-UNIT = Path(__file__).parent / "unit"
+UNIT, GPU = Path(__file__).parent / "unit", Path(__file__).parent / "gpu"
 
 _STARTS = {"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty"}
 
@@ -49,6 +53,8 @@ def _may_hold(phase: str, file: Path) -> bool:
     is_unit, marks = UNIT in file.parents, re.findall(r"mark\.(processes|alone)", file.read_text())
     if phase.startswith("not processes"):
         return is_unit
+    if phase.startswith("interpreted"):
+        return GPU in file.parents
     if phase.startswith("alone"):
         return "alone" in marks
     return not phase.startswith("processes") or not is_unit or "processes" in marks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,20 +13,30 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.timing import timed
 from tandem.core.errors import ConfigError
+from tandem.core.sampling import SampleRow, SamplingParams, SequenceState
 from tandem.engine import loader
 from tandem.engine.arena import TORCH_DTYPES, KVArena
 from tandem.engine.attention.interface import ATTENTION_NAME
 from tandem.engine.engine import Engine, SequenceInput
-from tandem.engine.select_attention import select_backend
+from tandem.engine.select_kernels import kernels_for
 
-#: Large enough that neither launches nor caches show.
-_MATRIX_ROWS = 8192
-_MEMORY_BYTES = 4 << 30
+#: Large enough that neither launches nor caches show; a CPU's are only to show that this runs.
+_MATRIX_ROWS = {"cuda": 8192, "cpu": 256}
+_MEMORY_BYTES = {"cuda": 4 << 30, "cpu": 16 << 20}
 _NUM_REPEATS = 20
+#: Of what is free after the weights, for pages: a prefill and the sampler need some too.
+_KV_SHARE = 0.8
+#: Cycles for which the device is kept from what the host queues meanwhile: some 20 ms.
+_HOLD_CYCLES = 40_000_000
 
 
 def find_device(name: str) -> torch.device:
-    """Return the GPU called `name`, "cuda" or "cuda:N". Raises `ConfigError` where there is none."""
+    """Return the device called `name`: "cuda", "cuda:N", or "cpu", which is to show that a measurement runs.
+
+    Raises `ConfigError` where there is none.
+    """
+    if name == "cpu":
+        return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError("this torch sees no CUDA device", key="--device")
     try:
@@ -40,6 +51,8 @@ def find_device(name: str) -> torch.device:
 
 def describe(device: torch.device) -> dict[str, object]:
     """Name, memory and software of a GPU."""
+    if device.type == "cpu":
+        return {"name": "no GPU"}
     properties = torch.cuda.get_device_properties(device)
     return {
         "name": properties.name,
@@ -52,27 +65,32 @@ def describe(device: torch.device) -> dict[str, object]:
 
 def matrix_rate(device: torch.device, dtype: str) -> float:
     """FLOP a second of a large product of random matrices: zeros would run faster, as they take less power."""
-    left, right = (torch.randn(_MATRIX_ROWS, _MATRIX_ROWS, device=device, dtype=TORCH_DTYPES[dtype]) for _ in range(2))
+    rows = _MATRIX_ROWS[device.type]
+    left, right = (torch.randn(rows, rows, device=device, dtype=TORCH_DTYPES[dtype]) for _ in range(2))
     output = torch.empty_like(left)
-    return 2.0 * _MATRIX_ROWS**3 / _device_s(device, lambda: torch.mm(left, right, out=output))
+    return 2.0 * rows**3 / _device_s(device, lambda: torch.mm(left, right, out=output))
 
 
 def memory_bandwidth(device: torch.device) -> float:
     """Bytes a second, the better of a large copy (read and written bytes counted) and a large read."""
-    source = torch.randn(_MEMORY_BYTES // 4, device=device)
+    num_bytes = _MEMORY_BYTES[device.type]
+    source = torch.randn(num_bytes // 4, device=device)
     target = torch.empty_like(source)
-    copy = 2 * _MEMORY_BYTES / _device_s(device, lambda: target.copy_(source))
-    read = _MEMORY_BYTES / _device_s(device, lambda: source.sum())
+    copy = 2 * num_bytes / _device_s(device, lambda: target.copy_(source))
+    read = num_bytes / _device_s(device, lambda: source.sum())
     return max(copy, read)
 
 
 def _device_s(device: torch.device, work: Callable[[], object]) -> float:
-    """Median seconds of `work` by the device's own clock."""
+    """Median seconds of `work` by the device's own clock; what the host needs to queue it does not count."""
+    if device.type == "cpu":
+        return timed(work, 0.0, min_runs=_NUM_REPEATS).median_s
     times: list[float] = []
     with torch.cuda.device(device):
         for _ in range(3):
             work()
         for _ in range(_NUM_REPEATS):
+            torch.cuda._sleep(_HOLD_CYCLES)
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             work()
@@ -87,11 +105,14 @@ def random_engine(
 ) -> Engine:
     """Return a warm engine over a Llama whose random weights are drawn on `device`; `sizes` are those of its config.
 
+    It has `num_pages` pages, or as many as there is room for; random numbers stand in all of them.
     Raises `ConfigError` where the memory does not do.
     """
     config = LlamaConfig(**sizes)
     layout = loader.derive_layout(config, page_size, dtype)
-    backend = select_backend(layout, device, num_threads=1)
+    # On a CPU as on a GPU's machine, which has no compiler for CPUs.
+    kernels = kernels_for(device, wanted="auto" if device.type == "cuda" else "torch")
+    backend = kernels.attention(layout)
     try:
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(
@@ -99,10 +120,17 @@ def random_engine(
             )
     except torch.cuda.OutOfMemoryError as error:
         raise ConfigError(f"the model does not fit on {device}: {error}") from error
+
+    def make_arena() -> KVArena:
+        pages = num_pages
+        if device.type == "cuda":
+            pages = min(pages, int(torch.cuda.mem_get_info(device)[0] * _KV_SHARE) // layout.page_bytes)
+        arena = KVArena(layout, pages, device)
+        arena.tensor.normal_()
+        return arena
+
     context = loader.context_of(config, None)
-    engine = Engine(
-        model.eval(), layout, lambda: KVArena(layout, num_pages, device), backend, (), context, num_threads=1
-    )
+    engine = Engine(model.eval(), layout, make_arena, backend, (), context, kernels)
     engine.warmup(max_num_seqs)
     return engine
 
@@ -112,32 +140,61 @@ def prefill_s(engine: Engine, num_tokens: int, *, num_repeats: int) -> float:
     prompt = _random_tokens(engine, num_tokens)
     pages = range(engine.layout.num_pages_for(num_tokens))
     step = SequenceInput(prompt, 0, pages)
-    return timed(lambda: _greedy(engine, [step]), 0.0, min_runs=num_repeats).median_s
+    return timed(lambda: engine.forward([step]).argmax(dim=-1).tolist(), 0.0, min_runs=num_repeats).median_s
 
 
-def decode_s(engine: Engine, batch: int, context: int, *, num_steps: int) -> float:
-    """Median seconds of a decode step of `batch` sequences, whose contexts grow by `num_steps` around `context`.
+@dataclass(frozen=True, slots=True)
+class DecodeTimes:
+    """Medians of decode steps, in seconds.
 
-    As it is served: block tables from the host, tokens back to the host, before the next step begins.
+    Attributes:
+        step_s: as it is served: block tables from the host, tokens drawn at temperature 1 and back on the host.
+        forward_s: of that the model on the device, without the host.
+        sampling_s: of that the sampler, from logits on the device to tokens on the host.
+        has_own_pages: else there was too little memory for that, and sequences share pages.
     """
+
+    step_s: float
+    forward_s: float
+    sampling_s: float
+    has_own_pages: bool
+
+    @property
+    def host_s(self) -> float:
+        """In which the device does nothing."""
+        return max(0.0, self.step_s - self.forward_s - self.sampling_s)
+
+
+def decode_times(engine: Engine, batch: int, context: int, *, num_steps: int) -> DecodeTimes:
+    """Of a step of `batch` sequences, whose contexts grow by `num_steps` around `context`."""
     first = context - num_steps // 2
     num_pages = engine.layout.num_pages_for(first + num_steps)
-    pages = [range(index * num_pages, (index + 1) * num_pages) for index in range(batch)]
-    tokens = []
-    for own in pages:
-        tokens += _greedy(engine, [SequenceInput(_random_tokens(engine, first), 0, own)])
+    pages = [[(index * num_pages + page) % engine.num_pages for page in range(num_pages)] for index in range(batch)]
+    sampler = engine.sampler()
+    params = [SamplingParams(seed=seed) for seed in range(batch)]
+    states = [SequenceState(()) for _ in range(batch)]
+    tokens = _random_tokens(engine, batch)
+
+    def inputs(start: int) -> list[SequenceInput]:
+        return [SequenceInput([token], start, own) for token, own in zip(tokens, pages, strict=True)]
+
+    def rows(position: int) -> list[list[SampleRow]]:
+        return [[SampleRow(state, of_row, position=position)] for state, of_row in zip(states, params, strict=True)]
+
     times = []
     for start in range(first, first + num_steps):
-        steps = [SequenceInput([token], start, own) for token, own in zip(tokens, pages, strict=True)]
         begin_s = time.perf_counter()
-        tokens = _greedy(engine, steps)
+        sampled = sampler(engine.forward(inputs(start)), rows(start))
         times.append(time.perf_counter() - begin_s)
-    return statistics.median(times)
-
-
-def _greedy(engine: Engine, steps: list[SequenceInput]) -> list[int]:
-    chosen: list[int] = engine.forward(steps).argmax(dim=-1).tolist()  # waits for the device
-    return chosen
+        tokens = [getattr(row[0], "token_id", 0) for row in sampled]
+    steps = inputs(first)
+    logits = engine.forward(steps).clone()
+    return DecodeTimes(
+        statistics.median(times),
+        _device_s(engine.arena.device, lambda: engine.forward(steps)),
+        timed(lambda: sampler(logits, rows(0)), 0.0, min_runs=num_steps).median_s,
+        batch * num_pages <= engine.num_pages,
+    )
 
 
 def _random_tokens(engine: Engine, num: int) -> list[int]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tandem.core.sampling import SampleRow, SamplingParams, SequenceState
-from tandem.engine.sampler import Sampler
+from tandem.engine.cpu.sampler import CompiledSampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,5 +35,5 @@ def sampling(case: SamplingCase, batch: int, vocab_size: int) -> Callable[[], ob
     """What samples one step's tokens; each row with a seed of its own."""
     logits = torch.randn(batch, vocab_size, generator=torch.Generator().manual_seed(1)) * case.spread
     rows = [[SampleRow(SequenceState((1, 2)), dataclasses.replace(case.params, seed=seed))] for seed in range(batch)]
-    sampler = Sampler((2,))
+    sampler = CompiledSampler((2,))
     return lambda: sampler(logits, rows)

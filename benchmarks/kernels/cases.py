@@ -21,11 +21,11 @@ from tandem.engine.arena import KVArena
 from tandem.engine.attention.reference import AttentionParams
 from tandem.engine.batch import SequenceInput, build_batch
 from tandem.engine.cpu.packed_linear import PackedLinear
+from tandem.engine.cpu.sampler import sample_rows
 from tandem.engine.cpu.vector_ir import is_fast_here
 from tandem.engine.engine import Engine
 from tandem.engine.layout import KVLayout
-from tandem.engine.sampler import sample_rows
-from tandem.engine.select_attention import select_backend
+from tandem.engine.select_kernels import kernels_for
 
 PAGE_SIZE = 32  # the configuration's default on the CPU
 
@@ -129,7 +129,7 @@ def _attention(shape: ModelShape, num_threads: int, sizes: Sizes) -> Case:
     batch, context = sizes.attention_batch, sizes.attention_context
     arena, tables = scattered_pages(shape, batch, context, sizes.cold_bytes)
     rows = build_batch([SequenceInput([0], context - 1, table) for table in tables], PAGE_SIZE, arena.device)
-    backend = select_backend(arena.layout, arena.device, num_threads)
+    backend = kernels_for(arena.device, num_threads).attention(arena.layout)
     query = torch.randn(batch, shape.num_heads, shape.head_dim, generator=_generator())
     params = AttentionParams(scaling=shape.head_dim**-0.5)
     layers = itertools.cycle(range(arena.layout.num_layers))

@@ -32,6 +32,7 @@ class Handoff:
     attaches_at_once: bool
     grant: decode_pb2.Grant | None = None
     has_first_token: bool = False
+    token_ids: dict[int, int] = field(default_factory=dict)  # by their place in the output
     done: prefill_pb2.HandoffDone | None = None
     admission_s: float | None = None  # the commit's arrival at decode to the request's place in the batch
     has_ended: bool = False
@@ -182,11 +183,13 @@ class PairSession:
                     await self.attach(handoff)
             case "first_token":
                 handoff.has_first_token = True
+                handoff.token_ids[message.index] = message.token_id
             case "handoff_done":
                 handoff.done = message
             case "admitted":
                 handoff.admission_s = message.admission_s
             case "token":
+                handoff.token_ids[message.index] = message.token_id
                 handoff.has_ended = bool(message.finish_reason)
             case "failed":
                 handoff.error = error_from_proto(message.error)

@@ -95,24 +95,31 @@ class WorkerOptions:
     Attributes:
         num_threads: of each engine.
         kv_bytes: of each arena.
+        model: section `model` of the configuration.
     """
 
     model_dir: Path
     transport: str
     num_threads: int
     kv_bytes: int
+    device: str = "cpu"
+    model: dict[str, str] = field(default_factory=dict)
 
 
 async def start_workers(processes: Processes, options: WorkerOptions) -> tuple[Child, Child]:
     """A prefill and a decode worker, both ready. Decode keeps no prefix cache: every handoff moves all pages."""
     started = []
     for role in ("prefill", "decode"):
-        config = {"transport": {"name": options.transport}, "cache": {"prefix_cache": role == "prefill"}}
+        config = {
+            "transport": {"name": options.transport},
+            "cache": {"prefix_cache": role == "prefill"},
+            "model": options.model,
+        }
         file = processes.directory / f"{role}.yaml"
         file.write_text(json.dumps(config))  # JSON is YAML
         line = (
             "--config", str(file), "--model-dir", str(options.model_dir), "--threads", str(options.num_threads),
-            "--kv-bytes", str(options.kv_bytes),
+            "--kv-bytes", str(options.kv_bytes), "--device", options.device,
         )  # fmt: skip
         started.append(await processes.start(role, f"{role}_worker", *line, num_threads=options.num_threads))
     prefill, decode = [await child.ready() for child in started]

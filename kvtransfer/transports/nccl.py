@@ -1,5 +1,8 @@
 """Point-to-point of torch.distributed, made one-sided: NCCL between GPUs, gloo between CPUs.
 
+NCCL refuses two processes that share one GPU: their pages go through host memory by gloo. That is for trying things out
+on one card, and slower than NCCL.
+
 For GPU fabrics without a usable NIC. The library is two-sided, so the reader's helper threads (see `pairs`) store what
 arrives, and only into ranges that were announced by `expect_incoming`: here `end_incoming` is a fence. The transfer
 thread itself never blocks. One communicator for each pair and direction, made by its first write.
@@ -63,6 +66,8 @@ class NcclTransport(Transport):
                 host, 0, None, True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
             )
         self._stores: dict[str, tuple[str, int]] = {}  # by peer: where its store listens
+        self._gpus: dict[str, str] = {}  # by peer: which it has its arena on; empty: none
+        self._gpu = ""
         self._side: Side | None = None
         self._writers: dict[str, PairWriter] = {}
         self._readers: dict[str, PairReader] = {}
@@ -75,14 +80,21 @@ class NcclTransport(Transport):
 
     def _register(self, me: Envelope) -> None:
         arena = _as_bytes(me, self._owner)
+        self._gpu = str(torch.cuda.get_device_properties(arena.device).uuid) if arena.is_cuda else ""
         self._side = Side(self.agent_name, arena, self.doorbell.host, self._timeout_s, self._frame_bytes, self._report)
 
     def _blob(self) -> bytes:
-        return json.dumps(self._open().port).encode()
+        port = self._open().port
+        return json.dumps([port, self._gpu] if self._gpu else port).encode()
 
     def _learn(self, peer: Envelope, blob: bytes) -> None:
         with translated(f"the description of {peer.agent_name} is damaged"):
-            self._stores[peer.agent_name] = (peer.host, int(json.loads(blob)))
+            port, gpu = told if isinstance(told := json.loads(blob), list) else (told, "")
+            self._stores[peer.agent_name] = (peer.host, int(port))
+            self._gpus[peer.agent_name] = str(gpu)
+
+    def _shares_gpu(self, peer: str) -> bool:
+        return bool(self._gpu) and self._gpus[peer] == self._gpu
 
     def post_write(self, peer: PeerId, descriptors: Sequence[Descriptor], tag: bytes = b"") -> WriteHandle:
         handle = self._new_write(peer, descriptors, tag)
@@ -94,7 +106,9 @@ class NcclTransport(Transport):
             return handle
         if peer not in self._writers:
             assert self._side is not None
-            self._writers[peer] = PairWriter(self._side, peer, self._open(), self._stores[peer])
+            self._writers[peer] = PairWriter(
+                self._side, peer, self._open(), self._stores[peer], by_host=self._shares_gpu(peer)
+            )
         self._writers[peer].enqueue(QueuedWrite(handle, tuple(descriptors)))
         return handle
 
@@ -168,6 +182,7 @@ class NcclTransport(Transport):
             self._stores[peer],
             self._lock,
             lambda start, size: any(e.covers(peer, start, size) for e in self._expected.values()),
+            by_host=self._shares_gpu(peer),
         )
 
     def end_incoming(self, key: str) -> None:

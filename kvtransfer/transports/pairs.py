@@ -103,10 +103,13 @@ class Side:
         timeout = timedelta(seconds=timeout_s or self.timeout_s)
         return TCPStore(host, port, None, False, timeout=timeout, wait_for_workers=False)
 
-    def communicator(self, store: Store, rank: int) -> ProcessGroup:
-        """Join the two-party group of one direction: the writer is rank 0, the reader rank 1."""
+    def communicator(self, store: Store, rank: int, *, by_host: bool) -> ProcessGroup:
+        """Join the two-party group of one direction: the writer is rank 0, the reader rank 1.
+
+        `by_host`: its tensors are in host memory, wherever the arena is.
+        """
         timeout = timedelta(seconds=self.timeout_s)
-        if self.arena.is_cuda:
+        if self.arena.is_cuda and not by_host:
             from torch.distributed import ProcessGroupNCCL
 
             torch.cuda.set_device(self.arena.device)
@@ -170,10 +173,16 @@ class QueuedWrite:
 
 
 class PairWriter(PairThread):
-    """Sends this agent's writes to one peer, one after the other."""
+    """Sends this agent's writes to one peer, one after the other.
 
-    def __init__(self, side: Side, peer: str, own_store: TCPStore, peer_at: tuple[str, int]) -> None:
+    `by_host`: through host memory; both ends must say the same.
+    """
+
+    def __init__(
+        self, side: Side, peer: str, own_store: TCPStore, peer_at: tuple[str, int], *, by_host: bool
+    ) -> None:
         self._peer = peer
+        self._by_host = by_host
         self._peer_at = peer_at
         self._name = f"{side.agent_name}>{peer}"
         self._own = PrefixStore(self._name, own_store)
@@ -290,7 +299,9 @@ class PairWriter(PairThread):
     def _communicator(self) -> ProcessGroup:
         if self._group is None:
             self._own.set(joining(self._generation), _OK)  # type: ignore[arg-type]
-            self._group = self._side.communicator(PrefixStore(f"c{self._generation}", self._own), 0)
+            self._group = self._side.communicator(
+                PrefixStore(f"c{self._generation}", self._own), 0, by_host=self._by_host
+            )
         return self._group
 
     def _send_frames(self, group: ProcessGroup, descriptors: Sequence[Descriptor]) -> None:
@@ -298,6 +309,8 @@ class PairWriter(PairThread):
         for frame in frames([(d.local_offset, d.num_bytes) for d in descriptors], self._side.frame_bytes):
             self._check_wanted()
             packed = torch.cat([arena[start : start + size] for start, size in frame])
+            if self._by_host:
+                packed = packed.cpu()
             group.send([packed], 1, 0).wait()
         self._side.finish()
 
@@ -311,6 +324,7 @@ class PairReader(PairThread):
         peer_at: host and port of the writer's store.
         lock: held from `may_store`'s answer until the bytes are stored, so that the end of a grant is a fence.
         may_store: whether the peer may write (offset, bytes) now; called with `lock` held.
+        by_host: as of `PairWriter`.
     """
 
     def __init__(
@@ -321,8 +335,11 @@ class PairReader(PairThread):
         peer_at: tuple[str, int],
         lock: threading.Lock,
         may_store: Callable[[int, int], bool],
+        *,
+        by_host: bool,
     ) -> None:
         self._peer = peer
+        self._by_host = by_host
         self._peer_at = peer_at
         self._lock = lock
         self._may_store = may_store
@@ -384,7 +401,9 @@ class PairReader(PairThread):
             group = self._group = self._joined(header.generation, theirs)
         stored = True
         for frame in frames(header.ranges, header.frame_bytes):
-            packed = torch.empty(sum(size for _, size in frame), dtype=torch.uint8, device=self._side.arena.device)
+            num_bytes = sum(size for _, size in frame)
+            device = torch.device("cpu") if self._by_host else self._side.arena.device
+            packed = torch.empty(num_bytes, dtype=torch.uint8, device=device)
             group.recv([packed], 0, 0).wait()
             stored = self._scatter(packed, frame, num_hang_ups) and stored
         if stored:
@@ -395,7 +414,7 @@ class PairReader(PairThread):
         """The communicator that the writer joins too; one that it has given up is not waited for."""
         if theirs.get(joining(generation)) != _OK:
             raise TransportError(f"{self._peer} has given up what it announced")
-        return self._side.communicator(PrefixStore(f"c{generation}", theirs), 1)
+        return self._side.communicator(PrefixStore(f"c{generation}", theirs), 1, by_host=self._by_host)
 
     def _scatter(self, packed: torch.Tensor, frame: Sequence[tuple[int, int]], num_hang_ups: int) -> bool:
         with self._lock:

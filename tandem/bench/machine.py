@@ -10,11 +10,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from tandem.core.version import version
 
-_PACKAGES = ("torch", "numpy", "numba", "transformers", "nixl-cu12", "ray", "grpcio", "uvloop", "vllm")
+_PACKAGES = ("torch", "numpy", "numba", "transformers", "triton", "nixl-cu12", "ray", "grpcio", "uvloop", "vllm")
 
 
 def machine() -> dict[str, Any]:
@@ -22,7 +20,7 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": _cpu_model(),
         "num_cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
     }
 

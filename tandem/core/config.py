@@ -59,6 +59,12 @@ class ModelConfig:
         "", "A YAML file that says how long steps of a simulated engine take, and how many tokens of KV a worker has "
         "room for: a scenario of `tandem sim`, or a part of one. On every host under the same path."
     )
+    kernels: str = _key(
+        "auto",
+        "What computes beside torch. `auto`: kernels made for the device, compiled by Numba for CPUs and by Triton for "
+        "GPUs. `torch`: none, which is slower; to see whether a fault is the kernels' or the model's own.",
+        choices=("auto", "torch"),
+    )
     share_weights: bool = _key(
         True, "Let the workers of a node that serve on its CPUs have one copy of the weights in memory. Turn it off "
         "where each is to have its own."

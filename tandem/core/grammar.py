@@ -9,24 +9,15 @@ text may come exactly where the output may end.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-
-import llguidance
+from typing import TYPE_CHECKING, Any
 
 from tandem.core.errors import InternalError, InvalidRequestError
 from tandem.core.sampling import TokenMask
 
-#: Bounds of one compilation and of one mask; what needs more is refused. They are counts and not times, so they are the
-#: same on every machine.
-LIMITS = llguidance.LLParserLimits(
-    initial_lexer_fuel=400_000,
-    step_lexer_fuel=50_000,
-    step_max_items=5_000,
-    max_items_in_row=1_000,
-    max_lexer_states=25_000,
-    max_grammar_size=250_000,
-    verbose_errors=False,
-)
+if TYPE_CHECKING:
+    import llguidance
 
 _MAX_ERROR_CHARS = 400
 # What llguidance advises, and what can be done here.
@@ -34,6 +25,31 @@ _ADVICE = (
     "Enable 'coerce_one_of' option to approximate oneOf with anyOf",
     "where more than one part may hold; use anyOf, or parts that exclude each other",
 )
+
+
+def import_llguidance() -> Any:
+    """The package. Raises `InvalidRequestError` where it is not installed: a worker may do without grammars."""
+    try:
+        import llguidance
+    except ModuleNotFoundError as error:
+        raise InvalidRequestError("no grammar is served here: the worker lacks the package llguidance") from error
+    return llguidance
+
+
+@functools.cache
+def limits() -> llguidance.LLParserLimits:
+    """Bounds of one compilation and of one mask; what needs more is refused. They are counts and not times, so they
+    are the same on every machine."""
+    made: llguidance.LLParserLimits = import_llguidance().LLParserLimits(
+        initial_lexer_fuel=400_000,
+        step_lexer_fuel=50_000,
+        step_max_items=5_000,
+        max_items_in_row=1_000,
+        max_lexer_states=25_000,
+        max_grammar_size=250_000,
+        verbose_errors=False,
+    )
+    return made
 
 
 class CompiledGrammar:
@@ -48,7 +64,7 @@ class CompiledGrammar:
     def __init__(self, text: str, tokens: llguidance.LLTokenizer) -> None:
         """Raises `InvalidRequestError`: it is no grammar, is too complex, or nothing follows it."""
         self.is_worn = False
-        self._matcher = llguidance.LLMatcher(tokens, text, log_level=0, limits=LIMITS)
+        self._matcher: llguidance.LLMatcher = import_llguidance().LLMatcher(tokens, text, log_level=0, limits=limits())
         _check(self._matcher)
         self.first_mask: TokenMask = self._matcher.compute_bitmask()
         _check(self._matcher)

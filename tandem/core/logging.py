@@ -9,14 +9,14 @@ Beside the sentence (`event`) each line has the process, the level, the logger's
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
-
-import structlog
 
 from tandem.core.config import LoggingConfig
 
@@ -37,7 +37,9 @@ def setup_logging(config: LoggingConfig, process: str) -> None:
     else:
         handler = logging.StreamHandler(sys.stderr)
         is_console = config.format == "console" or (config.format == "auto" and sys.stderr.isatty())
-    handler.setFormatter(_formatter(process, is_console=is_console))
+    has_colors = not config.directory and sys.stderr.isatty()
+    console = _ConsoleFormatter(process, has_colors=has_colors)
+    handler.setFormatter(console if is_console else _JsonFormatter(process))
     root = logging.getLogger()
     for old in list(root.handlers):
         if getattr(old, "is_tandem", False):
@@ -51,38 +53,76 @@ def setup_logging(config: LoggingConfig, process: str) -> None:
 
 
 @contextmanager
-def bound(**values: Any) -> Iterator[None]:
+def bound(**values: object) -> Iterator[None]:
     """Put `values` on every line that is logged inside, and by tasks that are started inside."""
-    tokens = structlog.contextvars.bind_contextvars(**values)
+    token = _bound.set(_bound.get() | values)
     try:
         yield
     finally:
-        structlog.contextvars.reset_contextvars(**tokens)
+        _bound.reset(token)
 
 
-def _formatter(process: str, *, is_console: bool) -> logging.Formatter:
-    def add_process(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-        event["process"] = process
-        return event
-
-    if is_console:
-        last: list[Any] = [_escape, structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
-    else:
-        last = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
-    return structlog.stdlib.ProcessorFormatter(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.stdlib.add_log_level,
-            structlog.stdlib.add_logger_name,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            add_process,
-            structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-            *last,
-        ]
-    )
+def bound_values() -> dict[str, object]:
+    """What is bound here."""
+    return dict(_bound.get())
 
 
-def _escape(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+_bound: ContextVar[dict[str, object]] = ContextVar("bound", default={})  # noqa: B039 - it is never changed in place
+
+
+class _JsonFormatter(logging.Formatter):
+    """One object a line."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {
+            "event": record.getMessage(),
+            **_bound.get(),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "timestamp": _time_of(record),
+            "process": self._process,
+        }
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, default=repr)
+
+
+class _ConsoleFormatter(logging.Formatter):
+    """The sentence first; then where it comes from, and what is bound. Exceptions follow on lines of their own."""
+
+    def __init__(self, process: str, *, has_colors: bool) -> None:
+        super().__init__()
+        self._process = process
+        self._has_colors = has_colors
+
+    def format(self, record: logging.LogRecord) -> str:
+        level, event = record.levelname.lower(), _escape(record.getMessage())
+        bound = {"process": self._process, **_bound.get()}
+        values = " ".join(f"{name}={_escape(str(value))}" for name, value in sorted(bound.items()))
+        color = _COLORS.get(record.levelno, "") if self._has_colors else ""
+        level = f"{color}{level:<8}{_PLAIN}" if color else f"{level:<8}"
+        line = f"{_time_of(record)} [{level}] {event:<30} [{record.name}] {values}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+#: Of terminals: red, red, yellow, green.
+_COLORS = {
+    logging.CRITICAL: "\x1b[31m",
+    logging.ERROR: "\x1b[31m",
+    logging.WARNING: "\x1b[33m",
+    logging.INFO: "\x1b[32m",
+}
+_PLAIN = "\x1b[0m"
+
+
+def _time_of(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def _escape(text: str) -> str:
     """What a client wrote must not command a terminal, nor look like a line of its own. JSON escapes by itself."""
-    event["event"] = "".join(char if char.isprintable() else repr(char)[1:-1] for char in event["event"])
-    return event
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

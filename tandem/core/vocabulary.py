@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-import llguidance
-
 from tandem.core.errors import InvalidRequestError
+from tandem.core.grammar import import_llguidance
 from tandem.core.tokenizer import Tokenizer
 
 # No text in UTF-8 has this byte, and llguidance has a use of its own for it.
@@ -24,8 +23,10 @@ class Vocabulary:
             vocab_size: of the model; the tokenizer may know fewer.
 
         Raises:
-            InvalidRequestError: a text of this tokenizer is not the sum of its tokens' bytes, or nothing ends one.
+            InvalidRequestError: a text of this tokenizer is not the sum of its tokens' bytes, or nothing ends one; or
+                llguidance is not installed.
         """
+        llguidance = import_llguidance()
         if not tokenizer.is_byte_exact:
             raise InvalidRequestError("no grammar holds with this model: its tokenizer does not tell its tokens' bytes")
         if not eos_token_ids:

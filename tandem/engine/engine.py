@@ -18,24 +18,17 @@ from tandem.engine import loader
 from tandem.engine.arena import KVArena
 from tandem.engine.attention.interface import AttentionBackend
 from tandem.engine.batch import SequenceInput
-from tandem.engine.cpu.attention import CPUAttention
-from tandem.engine.cpu.decode_programs import DecodePrograms
-from tandem.engine.cpu.decoder import FusedDecoder
-from tandem.engine.cpu.embedding import widen
-from tandem.engine.cpu.fusing import fuse, fuse_decoder, multiply_by_two, share
-from tandem.engine.cpu.packed_linear import pack
-from tandem.engine.cpu.panels import Rounding
-from tandem.engine.cpu.shared_weights import Shared, WeightRegister
-from tandem.engine.cpu.vector_ir import has_bfloat16_products, is_fast_here, widens_float16
 from tandem.engine.cuda.decode_step import DecodeBackend
 from tandem.engine.cuda.graphs import CudaCapture, DecodeGraphs
+from tandem.engine.kernels import DecodeSteps, Kernels, SharedWeights
 from tandem.engine.layout import KVLayout
 from tandem.engine.loader import Types
-from tandem.engine.paged_model import Decoder, PagedModel
+from tandem.engine.paged_model import PagedModel
 from tandem.engine.probe import probe_architecture
 from tandem.engine.quantized.loading import plain, scheme_of
 from tandem.engine.sampler import Sampler
-from tandem.engine.select_attention import select_backend
+from tandem.engine.select_kernels import kernels_for
+from tandem.engine.torch_kernels import TorchKernels
 
 __all__ = ["Engine", "SequenceInput"]
 
@@ -78,13 +71,13 @@ class Engine:
         backend: AttentionBackend,
         eos_token_ids: tuple[int, ...],
         max_context: int,
-        num_threads: int,
+        kernels: Kernels,
         pooling: Pooling | None = None,
         types: Types | None = None,
         weight_register: Path | None = None,
     ) -> None:
         """`make_arena` is called when the weights are as they stay: what was needed on the way there is free again.
-        `types` are by default all that of the layout. `weight_register`: as of `load`.
+        `backend` is of `kernels`. `types` are by default all that of the layout. `weight_register`: as of `load`.
         """
         self.layout = layout
         self.pooling = pooling
@@ -94,17 +87,14 @@ class Engine:
         self.types = types = types or Types.all_of(layout.dtype)
         self.weights_sha256 = loader.weights_sha256(model, types)
         self.attention = backend.name
-        self.shared: Shared | None = None
-        self._decoder: Decoder | None
         self.on_cpu = model.device.type == "cpu"
-        if not self.on_cpu:
-            self.fused, self.linear, self._decoder = _fuse_on_cuda(model, layout, max_context)
-        else:
-            self.fused, self.linear = _fuse_on_cpu(model, layout, types, num_threads)
-            if self.linear != "torch" and weight_register is not None:
-                name = f"{self.weights_sha256} {types.stored} {self.linear} {version()}"
-                self.shared = share(model, WeightRegister(weight_register), name)
-            self._decoder = fuse_decoder(model, layout) if layout.dtype == "float32" else None
+        fused = kernels.fuse(model, layout, types)
+        self.fused, self.linear = fused.parts, fused.linear
+        self.shared: SharedWeights | None = None
+        if self.linear != "torch" and weight_register is not None:
+            name = f"{self.weights_sha256} {types.stored} {self.linear} {version()}"
+            self.shared = kernels.share(model, weight_register, name)
+        self._decoder = kernels.decoder(model, layout, max_context)
         if self._decoder is not None:
             self.fused += ", decoder"
         self.arena = arena = make_arena()
@@ -113,6 +103,7 @@ class Engine:
         self.num_pages = arena.num_pages - self._has_scratch_page
         self._model = model
         self._backend = backend
+        self._kernels = kernels
         self._paged = PagedModel(
             model,
             arena,
@@ -122,9 +113,7 @@ class Engine:
             num_pages=self.num_pages,
             decoder=self._decoder,
         )
-        self._decode: DecodeGraphs | DecodePrograms | None = None
-        if isinstance(self._decoder, FusedDecoder) and isinstance(backend, CPUAttention):
-            self._decode = DecodePrograms(self._paged, self._decoder, backend)
+        self._decode: DecodeSteps | None = kernels.decode_steps(self._paged, backend)
 
     @classmethod
     def load(
@@ -140,6 +129,7 @@ class Engine:
         device: str = "cpu",
         max_context: int | None = None,
         weight_register: Path | None = None,
+        kernels: str = "auto",
         probe: bool = True,
     ) -> Engine:
         """Load a checkpoint and make its arena.
@@ -156,6 +146,7 @@ class Engine:
             max_context: a limit below the model's own, in tokens.
             weight_register: a file through which the processes of this host that serve the same weights on its CPUs
                 keep one copy of them in memory; `None`: this one has its own.
+            kernels: "auto": those made for the device; "torch": operations of torch alone.
             probe: whether to refuse architectures that paged batches would change.
 
         Raises:
@@ -165,23 +156,25 @@ class Engine:
         """
         target = _device(device)
         threads = _set_threads(num_threads)
+        own = kernels_for(target, threads, kernels)
         config, pooling = loader.load_config(model_dir), read_pooling(Path(model_dir))
         scheme = scheme_of(config)
         types = loader.choose_types(
             dtype,
             config,
             target,
-            tensors=_tensors_dtype(Path(model_dir)),
+            tensors=_tensors_dtype(Path(model_dir), own),
             quantize=quantize,
             kept_as=scheme.kept_as if scheme is not None else "",
-            can_widen=is_fast_here(),
-            can_multiply_short=has_bfloat16_products(),
+            can_widen=own.can_widen,
+            can_multiply_short=own.can_multiply_short,
         )
         layout = loader.derive_layout(config, page_size, types.computed)
         context = loader.context_of(config, max_context)
-        backend = select_backend(layout, target, threads)
+        backend = own.attention(layout)
         if probe:
-            probe_architecture(plain(config), num_threads=threads)
+            # The small copy runs on the CPU; a GPU's machine need not have what compiles kernels for that.
+            probe_architecture(plain(config), own if target.type == "cpu" else TorchKernels())
         model = loader.load_stored(model_dir, config, types, target, pooling)
         num_scratch = int(_has_scratch_page(backend, target))
 
@@ -189,7 +182,7 @@ class Engine:
             return KVArena(layout, _count_pages(layout, num_pages, kv_bytes, target, num_scratch), target)
 
         eos = loader.eos_of(model_dir, config)
-        engine = cls(model, layout, make_arena, backend, eos, context, threads, pooling, types, weight_register)
+        engine = cls(model, layout, make_arena, backend, eos, context, own, pooling, types, weight_register)
         _log.info(
             "loaded %s as %s (weights %s, products of %s) on %s: %d pages of %d slots (%d bytes), %s attention, "
             "%s linear layers, fused: %s; %d threads%s",
@@ -229,8 +222,8 @@ class Engine:
         return self._paged.forward(sequences, on_layer)
 
     def sampler(self) -> Sampler:
-        """What makes tokens of its logits; compiled."""
-        return Sampler(self.eos_token_ids)
+        """What chooses tokens from its logits, on its device."""
+        return self._kernels.sampler(self.eos_token_ids)
 
     def finish(self) -> None:
         """Wait until all that `forward` has begun lies in the pages. On a CPU it does as soon as it returns."""
@@ -262,40 +255,10 @@ class Engine:
             )
 
 
-def _fuse_on_cpu(model: PreTrainedModel, layout: KVLayout, types: Types, num_threads: int) -> tuple[str, str]:
-    """How many parts of which kind are replaced, and whose linear layers serve."""
-    if layout.dtype != "float32":
-        return "none", "torch"
-    is_asked = types.quantized and not types.only_stored
-    asked = Rounding(loader.QUANTIZED[types.quantized]) if is_asked else None
-    fused, linear = fuse(model, layout, num_threads, asked), pack(model, num_threads, asked)
-    widen(model)
-    if types.multiplied == "bfloat16":
-        multiply_by_two(model)
-    if types.quantized:
-        linear += f" {types.quantized}"
-    elif types.multiplied == "bfloat16":
-        linear += " by two"
-    return fused, linear
-
-
-def _fuse_on_cuda(model: PreTrainedModel, layout: KVLayout, max_context: int) -> tuple[str, str, Decoder | None]:
-    """The same, and what computes in the model's place."""
-    try:
-        from tandem.engine.cuda import fusing  # imports a compiler
-    except ImportError as error:
-        _log.warning("the model's own parts serve: fused ones cannot be imported (%s)", error)
-        return "none", "torch", None
-    fused, decoder = fusing.fuse(model, layout), fusing.fuse_decoder(model, layout, max_context)
-    if decoder is None:
-        _log.warning("not all of the model is computed in fused parts, but: %s; a step takes more kernels", fused)
-    return fused, "torch", decoder
-
-
-def _tensors_dtype(model_dir: Path) -> str:
-    """As `model_path.tensors_dtype`, in a type that this CPU widens."""
+def _tensors_dtype(model_dir: Path, kernels: Kernels) -> str:
+    """As `model_path.tensors_dtype`, in a type that these kernels widen."""
     dtype = tensors_dtype(model_dir)
-    return dtype if dtype != "float16" or widens_float16() else "float32"
+    return dtype if dtype != "float16" or kernels.can_widen_float16 else "float32"
 
 
 def _has_scratch_page(backend: AttentionBackend, device: torch.device) -> bool:

@@ -16,12 +16,12 @@ from tandem.core.errors import ModelLoadError, UnsupportedModelError
 from tandem.engine import loader
 from tandem.engine.arena import KVArena
 from tandem.engine.batch import SequenceInput
-from tandem.engine.cpu.fusing import fuse, fuse_decoder
-from tandem.engine.cpu.packed_linear import pack
 from tandem.engine.fuse.small_config import shrink_config
 from tandem.engine.fuse.small_model import draw_twins
+from tandem.engine.kernels import Kernels
+from tandem.engine.loader import Types
 from tandem.engine.paged_model import PagedModel
-from tandem.engine.select_attention import select_backend
+from tandem.engine.select_kernels import kernels_for
 
 #: Two logits agree if they differ by less than this share of the standard deviation of all logits.
 TOLERANCE = 1e-3
@@ -41,8 +41,10 @@ _PAGES = ((6, 1, 4, 0, 3), (5, 2))  # interleaved and out of order
 _NUM_PAGES = 7
 
 
-def probe_architecture(config: PreTrainedConfig, num_threads: int = 1) -> None:
+def probe_architecture(config: PreTrainedConfig, kernels: Kernels | None = None) -> None:
     """Return if models with this `config` can be served; takes a second or two on a CPU.
+
+    `kernels`: those that are to serve, if they compute on a CPU; by default a CPU's own, on one thread.
 
     Raises `UnsupportedModelError` with the name of the architecture and what went wrong.
     """
@@ -50,7 +52,7 @@ def probe_architecture(config: PreTrainedConfig, num_threads: int = 1) -> None:
     try:
         small = shrink_config(config)
         eager, paged = draw_twins(small)
-        model = _paged_model(paged, small, num_threads)
+        model = _paged_model(paged, small, kernels or kernels_for(torch.device("cpu")))
         generator = torch.Generator().manual_seed(1)
         prompts = [torch.randint(0, model.vocab_size, (n,), generator=generator).tolist() for n in (_LONG, _SHORT)]
         found = _run_paged(model, prompts)
@@ -73,16 +75,14 @@ def _name(config: PreTrainedConfig) -> str:
     return f"{architectures[0]} ({config.model_type})" if architectures else str(config.model_type)
 
 
-def _paged_model(model: PreTrainedModel, config: PreTrainedConfig, num_threads: int) -> PagedModel:
+def _paged_model(model: PreTrainedModel, config: PreTrainedConfig, kernels: Kernels) -> PagedModel:
     layout = loader.derive_layout(config, _PAGE_SIZE, "float32")
     device = torch.device("cpu")
     arena = KVArena(layout, _NUM_PAGES, device)
     arena.tensor.fill_(float("nan"))  # whoever reads a slot that nobody wrote shows it
-    backend = select_backend(layout, device, num_threads)
-    fuse(model, layout, num_threads)
-    pack(model, num_threads)
-    decoder = fuse_decoder(model, layout)
-    return PagedModel(model, arena, backend, loader.vocab_size_of(model), _LONG, decoder=decoder)
+    kernels.fuse(model, layout, Types.all_of(layout.dtype))
+    decoder = kernels.decoder(model, layout, _LONG)
+    return PagedModel(model, arena, kernels.attention(layout), loader.vocab_size_of(model), _LONG, decoder=decoder)
 
 
 def _run_paged(model: PagedModel, prompts: list[list[int]]) -> list[torch.Tensor]:

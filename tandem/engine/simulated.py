@@ -30,7 +30,8 @@ from tandem.engine.arena import KVArena
 from tandem.engine.batch import SequenceInput
 from tandem.engine.layout import KVLayout
 from tandem.engine.loader import Types
-from tandem.engine.sampler import Logits, Sampler
+from tandem.engine.sampler import Logits
+from tandem.engine.torch_sampler import TorchSampler
 
 _log = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ class SimulatedSampler:
     ) -> None:
         self._ordinary, self._vocab_size, self._eos = ordinary, vocab_size, eos_token_ids
         self._mean_output = mean_output
-        self._real: Sampler | None = None
+        self._real = TorchSampler(eos_token_ids)  # compiles nothing
 
     def __call__(self, _logits: Logits, rows: Sequence[Sequence[SampleRow]]) -> list[list[SampledToken | TandemError]]:
         return [[self._token(row) for row in of_one] for of_one in rows]
@@ -139,8 +140,6 @@ class SimulatedSampler:
         token_id = self._ordinary[int(number * len(self._ordinary))]
         if _is_plain(row):
             return SampledToken(token_id)
-        if self._real is None:
-            self._real = Sampler(self._eos)  # compiles
         return self._real(self._logits(number, token_id, ends=row.guide is not None), [[row]])[0][0]
 
     def _ends(self, row: SampleRow, seed: int) -> bool:

@@ -13,13 +13,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import cached_property, partial
+from typing import Any
 
-import llguidance
-import llguidance.numpy
 import numpy as np
 
 from tandem.core.errors import InternalError, InvalidRequestError, TandemError
-from tandem.core.grammar import CompiledGrammar, Matcher
+from tandem.core.grammar import CompiledGrammar, Matcher, import_llguidance
 from tandem.core.sampling import TokenMask
 from tandem.core.vocabulary import Vocabulary
 from tandem.worker.counters import WorkerCounters
@@ -133,15 +132,19 @@ class Guides:
         masks = np.zeros((len(asked), self._vocabulary.mask_words), np.int32)
         good = [(matcher.inner, index) for index, matcher in enumerate(matchers) if isinstance(matcher, Matcher)]
         if good:
-            llguidance.numpy.fill_next_token_bitmask_par(self._executor, good, masks)
+            self._fill(good, masks)
         made = [_mask_of(matcher, row) for matcher, row in zip(matchers, masks, strict=True)]
         self._counters.num_masks += len(asked)
         self._counters.mask_s += time.perf_counter() - began_s
         return made
 
     @cached_property
-    def _executor(self) -> llguidance.LLExecutor:
-        return llguidance.LLExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0))))
+    def _fill(self) -> Callable[[list[tuple[Any, int]], np.ndarray], None]:
+        """Fills the rows of masks on several threads; made where there is a grammar."""
+        from llguidance.numpy import fill_next_token_bitmask_par
+
+        executor = import_llguidance().LLExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0))))
+        return partial(fill_next_token_bitmask_par, executor)
 
 
 def _mask_at(masks: Future[Masks], index: int) -> TokenMask | TandemError:

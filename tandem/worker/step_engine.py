@@ -52,6 +52,7 @@ def load_engine(
         device=device,
         max_context=max_context,
         weight_register=weight_register,
+        kernels=config.model.kernels,
     )
     generates = role is Role.DECODE and engine.pooling is None
     engine.warmup(max_num_seqs(config, num_slots(engine)) if generates else 0)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from transport_peer import ARENA_BYTES, EMPTY, Agent, Pair, PeerProcess
 
 from kvtransfer.extents import Descriptor
 from kvtransfer.transports.events import PeerId, WriteCompleted, WriteFailed
+from kvtransfer.transports.nccl import NcclTransport
 from tandem.core.errors import TransportError
 
 
@@ -125,3 +127,22 @@ def test_hanging_up_is_a_fence_on_a_two_sided_transport(make_pair: Callable[...,
     pair.writer.hang_up(pair.peer)
     pair.connect_anew()
     assert isinstance(pair.end_of(pair.writer.write(pair.peer, [Descriptor(0, 0, 64)])), WriteCompleted)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "by_host"), [("a", "a", True), ("a", "b", False), ("", "", False), ("a", "", False)]
+)
+def test_pages_of_one_gpu_go_through_host_memory(ours: str, theirs: str, by_host: bool) -> None:
+    """NCCL refuses two processes on one card. Both ends come to the same by what each says of itself."""
+    arenas = [np.zeros(64, np.uint8) for _ in range(2)]
+    ends = [NcclTransport(f"end#{number}") for number in range(2)]
+    try:
+        for transport, arena, gpu in zip(ends, arenas, (ours, theirs), strict=True):
+            transport.register(arena.ctypes.data, arena.nbytes, owner=arena)
+            transport._gpu = gpu
+        first, second = ends
+        assert first._shares_gpu(first.connect(second.metadata())) is by_host
+        assert second._shares_gpu(second.connect(first.metadata())) is by_host
+    finally:
+        for transport in ends:
+            transport.close()

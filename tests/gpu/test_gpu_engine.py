@@ -15,7 +15,7 @@ from tandem.engine.batch import SequenceInput
 from tandem.engine.cuda.graphs import CudaCapture, DecodeGraphs, run_again
 from tandem.engine.engine import Engine
 from tandem.engine.paged_model import PagedModel
-from tandem.engine.select_attention import select_backend
+from tandem.engine.select_kernels import kernels_for
 
 PAGE_SIZE = 256  # every kernel takes it
 NUM_PAGES = 24
@@ -73,7 +73,7 @@ def test_the_whole_model_is_fused(gpu: torch.device, model_dir: Path, dtype: str
     if dtype == "float32":
         own = loader.load_model(model_dir, loader.load_config(model_dir), dtype, gpu)
         arena = KVArena(source.layout, NUM_PAGES, gpu)
-        backend = select_backend(source.layout, gpu, 1)
+        backend = kernels_for(gpu).attention(source.layout)
         steps, logits = prefill(source, PROMPTS)
         unfused = PagedModel(own, arena, backend, source.vocab_size, source.max_context)
         own_steps, expected = prefill(unfused, PROMPTS)
@@ -106,7 +106,7 @@ def test_a_graph_gives_the_bits_of_what_it_was_captured_from(gpu: torch.device, 
     steps, _ = prefill(source, PROMPTS)
     arena = KVArena(source.layout, NUM_PAGES + 1, gpu)
     arena.tensor.copy_(source.arena.tensor)
-    backend = select_backend(source.layout, gpu, 1)
+    backend = kernels_for(gpu).attention(source.layout)
     paged = PagedModel(source._model, arena, backend, source.vocab_size, source.max_context, decoder=source._decoder)
     graphs, plain = (
         DecodeGraphs(paged, max_num_seqs=MAX_NUM_SEQS, scratch_page=NUM_PAGES, capture=capture)

@@ -1,4 +1,4 @@
-"""Prefill on one GPU, decode on another: the pages go from device memory to device memory, the tokens are the same."""
+"""Prefill on one GPU, decode on another or in another process on the same one: the tokens are the same."""
 
 from __future__ import annotations
 
@@ -112,19 +112,29 @@ class DecodeProcess:
         return answer
 
 
+@pytest.fixture(params=["one", "two"])
+def gpus(request: pytest.FixtureRequest) -> tuple[torch.device, torch.device]:
+    """Where a request is prefilled, and where it is decoded."""
+    if request.param == "two":
+        found: tuple[torch.device, torch.device] = request.getfixturevalue("two_gpus")
+        return found
+    gpu = request.getfixturevalue("gpu")
+    return gpu, gpu
+
+
 @pytest.fixture(params=["ucx", "nccl"])
-def name(request: pytest.FixtureRequest, two_gpus: tuple[torch.device, torch.device]) -> str:
-    del two_gpus  # first of all they must be there
+def name(request: pytest.FixtureRequest, gpus: tuple[torch.device, torch.device]) -> str:
+    del gpus  # first of all they must be there
     if request.param == "ucx":
         pytest.importorskip("nixl_cu12")
     return str(request.param)
 
 
 @pytest.fixture
-def decode(name: str, two_gpus: tuple[torch.device, torch.device], model_dir: Path) -> Iterator[DecodeProcess]:
+def decode(name: str, gpus: tuple[torch.device, torch.device], model_dir: Path) -> Iterator[DecodeProcess]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=decode_worker, args=(theirs, name, model_dir, str(two_gpus[1])), daemon=True)
+    process = context.Process(target=decode_worker, args=(theirs, name, model_dir, str(gpus[1])), daemon=True)
     process.start()
     theirs.close()
     yield DecodeProcess(process, ours)
@@ -134,10 +144,10 @@ def decode(name: str, two_gpus: tuple[torch.device, torch.device], model_dir: Pa
         process.join()
 
 
-def test_pages_prefilled_on_one_gpu_are_decoded_on_another(
-    name: str, two_gpus: tuple[torch.device, torch.device], decode: DecodeProcess, model_dir: Path
+def test_pages_prefilled_in_one_process_are_decoded_in_another(
+    name: str, gpus: tuple[torch.device, torch.device], decode: DecodeProcess, model_dir: Path
 ) -> None:
-    end = End.make(name, "prefill#1", model_dir, str(two_gpus[0]))
+    end = End.make(name, "prefill#1", model_dir, str(gpus[0]))
     try:
         metadata, remote = decode.receive()
         peer: PeerId = end.transport.connect(metadata)

@@ -10,7 +10,8 @@ from tandem.engine.arena import KVArena
 from tandem.engine.attention.reference import AttentionParams
 from tandem.engine.batch import PagedBatch
 from tandem.engine.cpu.attention_kernel import Reads, attend_call, row_blocks
-from tandem.engine.cpu.threads import run, threads_now
+from tandem.engine.cpu.lending import threads_now
+from tandem.engine.cpu.threads import run
 
 
 class CPUAttention:

@@ -19,7 +19,7 @@ from tandem.engine.cpu.attention import CPUAttention
 from tandem.engine.cpu.attention_kernel import Reads
 from tandem.engine.cpu.decoder import FusedDecoder, PreparedForward
 from tandem.engine.cpu.layer_kernels import ROWS_FOR_THREADS
-from tandem.engine.cpu.threads import threads_now
+from tandem.engine.cpu.lending import threads_now
 from tandem.engine.paged_model import PagedModel
 
 

@@ -12,10 +12,11 @@ from torch import nn
 from tandem.engine.batch import PagedBatch
 from tandem.engine.cpu.layer import FusedDecoderLayer, Program, compute_layers, plan_layers
 from tandem.engine.cpu.layer_kernels import GATHER, ROWS_FOR_THREADS, gather_rows
+from tandem.engine.cpu.lending import threads_now
 from tandem.engine.cpu.modules import FusedRMSNorm
 from tandem.engine.cpu.packed_kernel import arranged_features
 from tandem.engine.cpu.packed_linear import PackedLinear
-from tandem.engine.cpu.threads import run, threads_now
+from tandem.engine.cpu.threads import run
 from tandem.engine.huge_pages import FLOAT_BYTES, map_memory
 
 _LEAST_POSITIONS = 1024

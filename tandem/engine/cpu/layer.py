@@ -19,9 +19,10 @@ from torch import nn
 from tandem.engine.attention.interface import ForwardContext, begin_layer, current_forward
 from tandem.engine.cpu.attention import CPUAttention
 from tandem.engine.cpu.layer_kernels import ROWS_FOR_THREADS, add_rows
+from tandem.engine.cpu.lending import threads_now
 from tandem.engine.cpu.modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
 from tandem.engine.cpu.packed_kernel import arranged_features
-from tandem.engine.cpu.threads import run, threads_now
+from tandem.engine.cpu.threads import run
 from tandem.engine.huge_pages import FLOAT_BYTES, LINE_BYTES, map_memory
 
 

@@ -1,15 +1,16 @@
-"""Kernels that several threads compute together, and how many threads that is at this moment."""
+"""Kernels that several threads compute together."""
 
 from __future__ import annotations
 
 import functools
 import struct
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from tandem.engine.cpu.compiling import compile_piece
+from tandem.engine.cpu.lending import lender_now
 from tandem.engine.cpu.thread_team import CALL_WORDS, Team
 
 # How an argument of each kind becomes a word: an integer or address; a float32, in the low half.
@@ -19,39 +20,6 @@ _WORDS = {"i": "q", "f": "f4x"}
 @functools.cache
 def _team() -> Team:
     return Team()
-
-
-class Lender(Protocol):
-    """Lends threads that others do not need now.
-
-    Attributes:
-        wanted_back_at: address of a word that is no longer 0 when what was borrowed last is wanted back.
-        offered_at: of a word that is no longer 0 when more may be borrowed than last time.
-    """
-
-    wanted_back_at: int
-    offered_at: int
-
-    def borrow(self) -> int:
-        """How many threads may be used beyond one's own, until they are wanted back.
-
-        The call also says that this worker computes: its own threads are no longer lent to others.
-        """
-
-
-_lender: Lender | None = None
-
-
-def borrow_from(lender: Lender | None) -> None:
-    """From now on kernels of this process may use threads of `lender` beyond their own."""
-    global _lender
-    _lender = lender
-
-
-def threads_now(own: int) -> int:
-    """How many threads may compute for one that has `own`."""
-    lender = _lender
-    return own if lender is None else own + lender.borrow()
 
 
 class Kernel:
@@ -102,7 +70,7 @@ def run(own_threads: int, *calls: bytes) -> None:
         own_threads: how many threads compute, this one among them. Lent threads join them, and come and go between
             two kernels.
     """
-    lender = _lender
+    lender = lender_now()
     program = np.frombuffer(b"".join(calls), dtype=np.int64)
     if lender is None:
         _team().run(program, num_threads=own_threads, num_own=own_threads)

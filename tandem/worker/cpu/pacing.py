@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable
 
-from tandem.engine.cpu.threads import borrow_from
+from tandem.engine.cpu.lending import borrow_from
 from tandem.worker.cpu.core_shares import CoreShares
 from tandem.worker.cpu.pages_ahead import PagesAhead
 from tandem.worker.pacing import Pacing

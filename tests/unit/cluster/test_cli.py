@@ -183,7 +183,7 @@ def test_help_and_version_import_neither_ray_nor_grpc_nor_torch() -> None:
 @pytest.mark.processes
 def test_status_stop_and_scale_load_no_more_than_they_need() -> None:
     """They answer in a moment: no Ray, no tensors, and no certificates on loopback."""
-    heavy = ("ray", "torch", "numpy", "transformers", "cryptography", "router", "structlog", "yaml")
+    heavy = ("ray", "torch", "numpy", "transformers", "cryptography", "router", "yaml")
     code = "import tandem.cluster.commands; from tandem import cli; cli.make_parser()"
     assert loaded_by(code, *heavy) == []
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-import llvmlite.binding
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -234,6 +233,8 @@ def assert_identical(found: Sequence[Continuation], expected: Sequence[Continuat
 
 def environment_without_wide_vectors() -> dict[str, str]:
     """This process' own, but for code that Numba compiles there: as for a CPU without AVX-512."""
+    import llvmlite.binding  # the helpers serve tests for GPUs too, where it need not be
+
     features = llvmlite.binding.get_host_cpu_features()
     wide = ("avx512", "avx10", "amx-avx512")
     fewer = {name: present and not name.startswith(wide) for name, present in features.items()}

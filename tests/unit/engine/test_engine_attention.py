@@ -22,7 +22,7 @@ from tandem.engine.cpu.vector_ir import has_wide_vectors
 from tandem.engine.cuda.attention import refusal
 from tandem.engine.cuda.decode_step import DecodeStep
 from tandem.engine.layout import KVLayout
-from tandem.engine.select_attention import select_backend
+from tandem.engine.select_kernels import kernels_for
 
 # heads, KV heads, head_dim, page size
 SHAPES = [
@@ -86,8 +86,8 @@ def test_the_code_for_shorter_vectors_agrees_with_the_reference_too() -> None:
 
 def test_heads_that_fill_no_vectors_take_the_reference() -> None:
     device = torch.device("cpu")
-    assert select_backend(KVLayout(1, 2, 24, 32, "float32"), device, 1).name == "cpu"
-    assert select_backend(KVLayout(1, 2, 20, 32, "float32"), device, 1).name == "reference"
+    assert kernels_for(device).attention(KVLayout(1, 2, 24, 32, "float32")).name == "cpu"
+    assert kernels_for(device).attention(KVLayout(1, 2, 20, 32, "float32")).name == "reference"
 
 
 def test_reference_is_what_softmax_says() -> None:

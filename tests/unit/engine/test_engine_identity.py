@@ -12,7 +12,6 @@ import pytest
 import torch
 from engine_helpers import Case
 
-from tandem.engine import engine as engine_module
 from tandem.engine.arena import KVArena
 from tandem.engine.attention.interface import AttentionBackend
 from tandem.engine.attention.reference import AttentionParams, ReferenceAttention
@@ -116,7 +115,7 @@ def test_reference_attention_matches_generate_too(case: Case) -> None:
 
 def test_bfloat16_follows_its_own_eager_forward(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch computes it: on a CPU that does not multiply bfloat16, or in the other type of 16 bits."""
-    monkeypatch.setattr(engine_module, "has_bfloat16_products", lambda: False)
+    monkeypatch.setattr("tandem.engine.cpu.kernels.has_bfloat16_products", lambda: False)
     engine = helpers.load_engine(case.model_dir, dtype="bfloat16")
     assert engine.types == Types.all_of("bfloat16")
     assert engine.attention == "reference"

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from tandem.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from tandem.engine import engine as engine_module
+from tandem.engine.cpu.kernels import CPUKernels
 from tandem.engine.engine import Engine, SequenceInput, _count_pages
 from tandem.engine.loader import Types
 from tandem.engine.paged_model import PagedModel
@@ -68,14 +69,15 @@ def test_the_arena_is_made_of_what_the_weights_leave(llama_dir: Path, monkeypatc
     """What trials of fused parts took on the way is free again by then."""
     calls: list[str] = []
 
-    def watched(name: str) -> Any:
-        inner = getattr(engine_module, name)
-        return lambda *args: (calls.append(name), inner(*args))[1]
+    def watch(owner: Any, name: str) -> None:
+        inner = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: (calls.append(name), inner(*args))[1])
 
-    for name in ("_count_pages", "_fuse_on_cpu", "KVArena"):
-        monkeypatch.setattr(engine_module, name, watched(name))
+    watch(CPUKernels, "decoder")
+    watch(engine_module, "_count_pages")
+    watch(engine_module, "KVArena")
     Engine.load(llama_dir, num_pages=4, num_threads=1, probe=False)
-    assert calls == ["_fuse_on_cpu", "_count_pages", "KVArena"]
+    assert calls == ["decoder", "_count_pages", "KVArena"]
 
 
 def test_a_page_of_the_engines_own_is_within_the_bytes(engine: Engine) -> None:
@@ -281,7 +283,7 @@ from tandem.engine.cpu import attention_kernel
 from tandem.engine.cpu import layer_kernels
 from tandem.engine.cpu import packed_kernel
 from tandem.engine.cpu import thread_team
-from tandem.engine.cpu import threads
+from tandem.engine.cpu import lending
 
 class Lender:
     word = ctypes.c_int64(0)
@@ -304,7 +306,7 @@ def compiled():
 
 engine.warmup()
 print(compiled())
-threads.borrow_from(Lender())
+lending.borrow_from(Lender())
 helpers.drive(engine, [helpers.make_prompt(100, 0), helpers.make_prompt(1, 0)], chunk=100, num_new=3)
 helpers.drive(engine, [helpers.make_prompt(9, 0)], chunk=1, num_new=3)
 print(compiled())
@@ -368,9 +370,10 @@ def test_the_engine_needs_no_triton() -> None:
     """On CUDA the model's own parts serve then. A process of its own: here somebody may have imported it."""
     code = (
         "import sys; sys.modules['triton'] = None\n"
-        "from tandem.engine import engine\n"
-        "print(engine._fuse_on_cuda(None, None, 1))"
+        "from tandem.engine.cuda.kernels import CudaKernels\n"
+        "kernels = CudaKernels(None)\n"
+        "print(kernels.fuse(None, None, None), kernels.decoder(None, None, 1))"
     )
     environment = os.environ | {"PYTHONPATH": str(helpers.REPOSITORY)}
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert found.stdout.strip() == "('none', 'torch', None)"
+    assert found.stdout.strip() == "Fused(parts='none', linear='torch') None"

@@ -12,8 +12,9 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from tandem.core.errors import UnsupportedModelError
-from tandem.engine import paged_model, probe
+from tandem.engine import paged_model
 from tandem.engine.cpu.attention import CPUAttention
+from tandem.engine.cpu.kernels import CPUKernels
 from tandem.engine.engine import Engine
 from tandem.engine.fuse import small_model
 from tandem.engine.fuse.small_config import VOCAB_SIZE, shrink_config
@@ -135,9 +136,10 @@ def test_probe_sees_damaged_attention(damage: str, monkeypatch: pytest.MonkeyPat
             output = CPUAttention(1).attend(batch, arena, layer, query, params)
             return torch.zeros_like(output) if damage == "zero" else output
 
-    monkeypatch.setattr(probe, "select_backend", lambda *_: Damaged())
+    kernels = CPUKernels(1)
+    monkeypatch.setattr(kernels, "attention", lambda _: Damaged())
     with pytest.raises(UnsupportedModelError, match="mistral cannot be served: in a paged batch"):
-        probe_architecture(SERVED["mistral"])
+        probe_architecture(SERVED["mistral"], kernels)
 
 
 def test_probe_refuses_to_be_blind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,13 @@
-"""Sampling against a plain restatement of its rules, exactly: by sweeping the random number."""
+"""Sampling against a plain restatement of its rules, exactly: by sweeping the random number.
+
+Both samplers go through all of it: the CPU's, which compiles its own kernel, and the one of other devices, which is
+operations of torch.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,16 +16,58 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.core.errors import InternalError, InvalidRequestError
+from tandem.core.errors import InternalError, InvalidRequestError, TandemError
 from tandem.core.sampling import SampledToken, SampleRow, SamplingParams, SequenceState, uniform
-from tandem.engine import sampler
+from tandem.engine import torch_sampler
+from tandem.engine.cpu import sampler as cpu_sampler
 from tandem.engine.cpu.draw_kernel import Draw, draw_rows
-from tandem.engine.sampler import sample_rows
+from tandem.engine.sampler import Sampler
+from tandem.engine.torch_draw import Draws
+from tandem.engine.torch_draw import draw as torch_draw
 from tests.support.plain_draw import plain_draw
 
 VOCAB = 23
 PROMPT, OUTPUT = (1, 2, 2, 3), (3, 5, 5, 7)
 GOLDEN = (0.8828817498738244, 0.9850990335514168, 0.4833998252842381)
+
+
+@pytest.fixture(params=["compiled", "torch"], autouse=True)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which sampler `sample_rows` is, and which kernel `draw_each`."""
+    monkeypatch.setitem(_CHOSEN, "kind", request.param)
+    return str(request.param)
+
+
+_CHOSEN = {"kind": ""}
+_SAMPLERS: dict[str, type[Sampler]] = {"compiled": cpu_sampler.CompiledSampler, "torch": torch_sampler.TorchSampler}
+
+
+def sample_rows(
+    logits: torch.Tensor, rows: Sequence[SampleRow], eos_token_ids: Sequence[int] = ()
+) -> list[SampledToken | TandemError]:
+    return _SAMPLERS[_CHOSEN["kind"]](eos_token_ids).sample_rows(logits, rows)
+
+
+def set_uniform(monkeypatch: pytest.MonkeyPatch, uniform: Callable[..., float]) -> None:
+    """What makes the random numbers of either sampler."""
+    for module in (cpu_sampler, torch_sampler):
+        monkeypatch.setattr(module, "uniform", uniform)
+
+
+def draw_each(draws: Sequence[Draw], num_threads: int = 1) -> list[int]:
+    """`draw_rows`, or the same in torch, of rows of one type at a time as its sampler has them."""
+    if _CHOSEN["kind"] == "compiled":
+        return draw_rows(draws, num_threads)
+    tokens = [0] * len(draws)
+    for dtype in (np.float32, np.float64):
+        places = [place for place, each in enumerate(draws) if each.logits.dtype == dtype]
+        if places:
+            of_type = [draws[place] for place in places]
+            logits = torch.from_numpy(np.stack([each.logits for each in of_type]))
+            asked = Draws.of([each.params for each in of_type], [each.number for each in of_type], logits.device)
+            for place, token in zip(places, torch_draw(logits, logits.amax(dim=-1), asked).tolist(), strict=True):
+                tokens[place] = token
+    return tokens
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow], eos_token_ids: Sequence[int] = ()) -> list[SampledToken]:
@@ -35,7 +81,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow], eos_token_ids: Seque
 
 
 def draw(logits: np.ndarray, params: SamplingParams, number: float) -> int:
-    (token_id,) = draw_rows([Draw(logits, params, number, float(logits.max()))], 1)
+    (token_id,) = draw_each([Draw(logits, params, number, float(logits.max()))], 1)
     return token_id
 
 
@@ -85,7 +131,7 @@ def swept_distribution(
     count = 4000
     tokens = []
     for index in range(count):
-        monkeypatch.setattr(sampler, "uniform", lambda *_, index=index: (index + 0.5) / count)
+        set_uniform(monkeypatch, lambda *_, index=index: (index + 0.5) / count)
         tokens.append(sample(logits, [row], eos)[0].token_id)
     return np.bincount(tokens, minlength=logits.shape[1]) / count
 
@@ -169,7 +215,7 @@ def test_ends_are_not_masked_without_min_tokens() -> None:
 
 def test_the_random_number_is_keyed(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = []
-    monkeypatch.setattr(sampler, "uniform", lambda *key: keys.append(key) or 0.5)
+    set_uniform(monkeypatch, lambda *key: keys.append(key) or 0.5)
     row = SampleRow(SequenceState(()), SamplingParams(seed=11), choice=2, position=7)
     sample(logits_of(0), [row])
     sample(logits_of(0), [SampleRow(SequenceState(()), SamplingParams(temperature=0.0))])
@@ -277,7 +323,7 @@ def test_a_row_that_fails_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
             raise ZeroDivisionError("a test wanted it")
         return uniform(seed, choice, position)
 
-    monkeypatch.setattr(sampler, "uniform", number_or_raise)
+    set_uniform(monkeypatch, number_or_raise)
     first, nan, raised, last = sample_rows(logits, rows)
     assert [first, last] == alone
     assert isinstance(nan, InternalError)
@@ -326,6 +372,7 @@ def test_large_vocabularies_are_cut_at_the_same_token(vocab: int, spread: float)
         {"top_k": 20}, {"top_k": 20, "top_p": 0.5}, {"top_k": 3000, "top_p": 0.9}, {"top_k": 40_000},
         {"min_p": 0.05, "top_k": 5, "top_p": 0.9}, {"temperature": 0.2, "top_p": 0.99}, {"temperature": 3.0},
     ]  # fmt: skip
+    draws, expected = [], []
     for number, cut in enumerate(cuts):
         array = (rng.standard_normal(vocab) * spread).astype(np.float64 if number % 2 else np.float32)
         if number % 3 == 0:
@@ -334,7 +381,10 @@ def test_large_vocabularies_are_cut_at_the_same_token(vocab: int, spread: float)
             array[rng.random(vocab) < 0.5] = -np.inf
         params = SamplingParams(**cut)
         for at in (0.0, rng.random(), rng.random(), 1 - 1e-9):
-            assert draw(array, params, at) in near(array, params, at), (cut, at)
+            draws.append(Draw(array, params, at, float(array.max())))
+            expected.append(near(array, params, at))
+    for found, tokens, asked in zip(draw_each(draws), expected, draws, strict=True):
+        assert found in tokens, (asked.params, asked.number)
 
 
 def near(logits: np.ndarray, params: SamplingParams, number: float) -> set[int]:
@@ -350,9 +400,9 @@ def test_rows_of_one_call_are_drawn_each_by_itself() -> None:
         logits = (rng.standard_normal(9000) * 4).astype(np.float64 if row % 3 == 0 else np.float32)
         cut = [{}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.02}][row % 4]
         draws.append(Draw(logits, SamplingParams(temperature=0.7, **cut), rng.random(), float(logits.max())))
-    alone = [draw_rows([one], 1)[0] for one in draws]
+    alone = [draw_each([one])[0] for one in draws]
     for num_threads in (1, 2, 4):
-        assert draw_rows(draws, num_threads) == alone
+        assert draw_each(draws, num_threads) == alone
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ from tandem.engine.cpu.packed_linear import pack
 from tandem.engine.fuse.recognise import fuse_attention, fuse_gated_mlp, fuse_rms_norm
 from tandem.engine.layout import KVLayout
 from tandem.engine.paged_model import PagedModel
-from tandem.engine.select_attention import select_backend
+from tandem.engine.select_kernels import kernels_for
 
 CPU = torch.device("cpu")
 ROWS = (1, 2, 3, 8, 65)
@@ -258,7 +258,7 @@ def _run(model: PreTrainedModel, layout: KVLayout, num_threads: int) -> torch.Te
     """Logits of a prompt in two chunks, the second beside another prompt, in pages out of order."""
     arena = KVArena(layout, 10)
     arena.tensor.fill_(float("nan"))
-    paged = PagedModel(model, arena, select_backend(layout, CPU, num_threads), 320, 512)
+    paged = PagedModel(model, arena, kernels_for(CPU, num_threads).attention(layout), 320, 512)
     long, short = (helpers.make_prompt(length, 1) for length in (90, 20))
     steps: Sequence[Sequence[SequenceInput]] = (
         [SequenceInput(long[:70], 0, (7, 1, 4, 0, 9, 3), 70)],

@@ -32,14 +32,14 @@ from tandem.engine import loader
 from tandem.engine.arena import KVArena
 from tandem.engine.attention.reference import ReferenceAttention
 from tandem.engine.batch import SequenceInput
-from tandem.engine.cpu import decoder, threads
+from tandem.engine.cpu import decoder, lending
 from tandem.engine.cpu import layer as fused_layer
 from tandem.engine.cpu.fusing import fuse, fuse_decoder
 from tandem.engine.cpu.layer import FusedDecoderLayer
 from tandem.engine.cpu.packed_linear import pack
 from tandem.engine.layout import KVLayout
 from tandem.engine.paged_model import PagedModel
-from tandem.engine.select_attention import select_backend
+from tandem.engine.select_kernels import kernels_for
 
 CPU = torch.device("cpu")
 NUM_LAYERS, VOCAB, NUM_PAGES = helpers.SMALL_LAYERS, helpers.SMALL_VOCAB, 24
@@ -51,7 +51,7 @@ def paged(model: PreTrainedModel, layout: KVLayout = LAYOUT, num_threads: int = 
     """Over an arena of its own, where a slot that nobody wrote shows."""
     arena = KVArena(layout, NUM_PAGES)
     arena.tensor.fill_(float("nan"))
-    backend = options.pop("backend", None) or select_backend(layout, CPU, num_threads)
+    backend = options.pop("backend", None) or kernels_for(CPU, num_threads).attention(layout)
     return PagedModel(model, arena, backend, VOCAB, 512, **options)
 
 
@@ -195,7 +195,7 @@ def test_threads_are_borrowed_for_each_step_and_for_each_layer_of_a_prompt() -> 
     model = fused(small_model())
     expected = run(model)
     lender = _Lender()
-    threads.borrow_from(lender)
+    lending.borrow_from(lender)
     try:
         assert torch.equal(run(model), expected)
         lender.num_asked = 0
@@ -204,7 +204,7 @@ def test_threads_are_borrowed_for_each_step_and_for_each_layer_of_a_prompt() -> 
         model.forward(steps()[0])
         assert (for_step, lender.num_asked) == (2, NUM_LAYERS + 2)
     finally:
-        threads.borrow_from(None)
+        lending.borrow_from(None)
 
 
 @pytest.mark.parametrize("kind", [HalvedSum, NormsTheOtherWayRound, ParallelParts, NoFirstSum])

@@ -10,7 +10,9 @@ import torch
 
 from tandem.core.errors import InvalidRequestError, TandemError
 from tandem.core.sampling import Guide, SampledToken, SampleRow, SamplingParams, SequenceState, uniform
-from tandem.engine.sampler import sample_rows
+from tandem.engine.cpu.sampler import CompiledSampler
+from tandem.engine.sampler import Sampler
+from tandem.engine.torch_sampler import TorchSampler
 from tandem.worker.sequence import FinishReason, finish_reason
 from tests.support.plain_draw import plain_draw
 
@@ -32,6 +34,19 @@ class Mask:
 class Broken:
     def allowed(self) -> bytes:
         raise InvalidRequestError("too complex")
+
+
+_CHOSEN: list[type[Sampler]] = []
+
+
+@pytest.fixture(params=[CompiledSampler, TorchSampler], autouse=True)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both samplers go through all of it."""
+    monkeypatch.setattr(f"{__name__}._CHOSEN", [request.param])
+
+
+def sample_rows(logits: torch.Tensor, rows: list[SampleRow], eos: list[int] = []) -> list[SampledToken | TandemError]:  # noqa: B006
+    return _CHOSEN[0](eos).sample_rows(logits, rows)
 
 
 def sample(logits: torch.Tensor, params: SamplingParams, guide: Guide, position: int = 0) -> SampledToken | TandemError:

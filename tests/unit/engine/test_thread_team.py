@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tandem.engine.cpu import thread_team, threads
+from tandem.engine.cpu import lending, thread_team, threads
 from tandem.engine.cpu.atomics import add, pause, read, words
 from tandem.engine.cpu.threads import Kernel
 
@@ -197,14 +197,14 @@ def test_lent_threads_are_given_back_between_two_kernels() -> None:
     first, second, third = (pieces[index:].ctypes.data for index in range(3))
     is_wanted_back = cut.call(1, lender.wanted_back_at, 1)
     program = [cut.call(8, first, 1), cut.call(8, second, 1), is_wanted_back, cut.call(8, third, 1)]
-    threads.borrow_from(lender)
+    lending.borrow_from(lender)
     try:
         threads.run(1, *program)
         assert pieces.tolist() == [4, 4, 1, 0]
         threads.run(2, *program)  # wanted back before it begins: two of its own are left
         assert pieces.tolist() == [4 + 4, 4 + 4, 1 + 4, 0]
     finally:
-        threads.borrow_from(None)
+        lending.borrow_from(None)
     threads.run(1, *program)
     assert pieces.tolist() == [9, 9, 6, 0]
 
@@ -216,11 +216,11 @@ def test_threads_that_are_offered_come_between_two_kernels(own: int) -> None:
     first, offers, last = (pieces[index:].ctypes.data for index in range(3))
     is_offered = cut.call(1, lender.offered_at, 1)
     program = [cut.call(12, first, 1), is_offered, cut.call(1, offers, 1), cut.call(12, last, 1), is_offered]
-    threads.borrow_from(lender)
+    lending.borrow_from(lender)
     try:
         threads.run(own, *program)
     finally:
-        threads.borrow_from(None)
+        lending.borrow_from(None)
     alone, shared = (1 if own == 1 else 2 * own), 2 * (own + 1)
     assert pieces.tolist() == [alone, 1, shared]
     assert lender.num_asked == 2  # the last offer came when nothing was left to compute
@@ -245,9 +245,9 @@ def test_kernels_go_on_without_threads_that_cannot_be_had(
 
 
 def test_what_is_lent_adds_to_ones_own() -> None:
-    threads.borrow_from(_Lender(3))
+    lending.borrow_from(_Lender(3))
     try:
-        assert threads.threads_now(2) == 5
+        assert lending.threads_now(2) == 5
     finally:
-        threads.borrow_from(None)
-    assert threads.threads_now(2) == 2
+        lending.borrow_from(None)
+    assert lending.threads_now(2) == 2

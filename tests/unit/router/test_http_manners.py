@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 
 from router.workers.registry import WorkerRegistry
+from tandem.core.logging import bound_values
 from tests.support.router_site import Site
 from tests.support.waiting import wait_until
 
@@ -219,7 +219,7 @@ class _Failures(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info:
-            self.seen.append((record.getMessage(), structlog.contextvars.get_contextvars()))
+            self.seen.append((record.getMessage(), bound_values()))
 
 
 def test_an_unforeseen_error_is_logged_once_under_the_id_that_the_client_gets(

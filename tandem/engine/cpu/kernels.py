@@ -1,0 +1,72 @@
+"""The kernels of CPUs, compiled by Numba: for what is computed in float32; the rest is left to torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from tandem.engine import loader
+from tandem.engine.attention.interface import AttentionBackend
+from tandem.engine.attention.reference import ReferenceAttention
+from tandem.engine.cpu.attention import CPUAttention
+from tandem.engine.cpu.attention_kernel import can_attend
+from tandem.engine.cpu.decode_programs import DecodePrograms
+from tandem.engine.cpu.decoder import FusedDecoder
+from tandem.engine.cpu.embedding import widen
+from tandem.engine.cpu.fusing import fuse, fuse_decoder, multiply_by_two, share
+from tandem.engine.cpu.packed_linear import pack
+from tandem.engine.cpu.panels import Rounding
+from tandem.engine.cpu.sampler import CompiledSampler
+from tandem.engine.cpu.shared_weights import Shared, WeightRegister
+from tandem.engine.cpu.vector_ir import has_bfloat16_products, is_fast_here, widens_float16
+from tandem.engine.kernels import Fused
+from tandem.engine.layout import KVLayout
+from tandem.engine.loader import Types
+from tandem.engine.paged_model import PagedModel
+from tandem.engine.sampler import Sampler
+
+
+class CPUKernels:
+    """Of `num_threads` threads."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self.can_widen = is_fast_here()
+        self.can_multiply_short = has_bfloat16_products()
+        self.can_widen_float16 = widens_float16()
+
+    def attention(self, layout: KVLayout) -> AttentionBackend:
+        if layout.dtype == "float32" and can_attend(layout.head_dim):
+            return CPUAttention(self._num_threads)
+        return ReferenceAttention()
+
+    def fuse(self, model: PreTrainedModel, layout: KVLayout, types: Types) -> Fused:
+        if layout.dtype != "float32":
+            return Fused()
+        is_asked = types.quantized and not types.only_stored
+        asked = Rounding(loader.QUANTIZED[types.quantized]) if is_asked else None
+        parts, linear = fuse(model, layout, self._num_threads, asked), pack(model, self._num_threads, asked)
+        widen(model)
+        if types.multiplied == "bfloat16":
+            multiply_by_two(model)
+        if types.quantized:
+            linear += f" {types.quantized}"
+        elif types.multiplied == "bfloat16":
+            linear += " by two"
+        return Fused(parts, linear)
+
+    def decoder(self, model: PreTrainedModel, layout: KVLayout, _max_context: int) -> FusedDecoder | None:
+        return fuse_decoder(model, layout) if layout.dtype == "float32" else None
+
+    def share(self, model: PreTrainedModel, register: Path, name: str) -> Shared | None:
+        return share(model, WeightRegister(register), name)
+
+    def decode_steps(self, paged: PagedModel, backend: AttentionBackend) -> DecodePrograms | None:
+        if isinstance(paged.decoder, FusedDecoder) and isinstance(backend, CPUAttention):
+            return DecodePrograms(paged, paged.decoder, backend)
+        return None
+
+    def sampler(self, eos_token_ids: Sequence[int]) -> Sampler:
+        return CompiledSampler(eos_token_ids)

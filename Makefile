@@ -55,13 +55,15 @@ test: $(STAMP)  ## run all tests (those for GPUs skip themselves where there is 
 	@codes=; \
 		$(IN_PAIRS) -m "not processes and not faults and not soak and not hosts" $(TESTS) $(ARGS) && codes+=0 || codes+=$$?; \
 		$(BY_FILE) -m "processes and not alone and not faults and not soak and not hosts" $(TESTS) $(ARGS) && codes+=0 || codes+=$$?; \
+		TRITON_INTERPRET=1 $(IN_PAIRS) -m "interpreted and not faults and not soak and not hosts" $(TESTS) $(ARGS) && codes+=0 || codes+=$$?; \
 		$(BIN)/python -m pytest --durations=15 -m "alone and not faults and not soak and not hosts" $(TESTS) $(ARGS) && codes+=0 || codes+=$$?; \
-		case $$codes in 555 | *[!05]*) exit 1 ;; esac  # 5: there was none to run
+		case $$codes in 5555 | *[!05]*) exit 1 ;; esac  # 5: there was none to run
 
 test-faults: $(STAMP)  ## run the whole kill matrix and all of tests/cluster; print the matrix (40 minutes on two cores)
 	@rm -f $(FIGURES)/kill_matrix.json
 	@status=0; KILL_MATRIX=$(FIGURES)/kill_matrix.json \
 		$(BIN)/python -m pytest -m "" tests/scenarios/faults tests/cluster tests/unit/bench/test_bench_parts.py $(ARGS) || status=$$?; \
+		TRITON_INTERPRET=1 $(IN_PAIRS) -m interpreted tests/gpu $(ARGS) || status=$$?; \
 		$(BIN)/python -m tests.scenarios.faults.report $(FIGURES)/kill_matrix.json && exit $$status
 
 test-hosts: $(STAMP)  ## bring up clusters on test hosts, break hosts and networks, fill in the table (needs root)

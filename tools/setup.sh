@@ -5,12 +5,14 @@
 #   PYTHON   interpreter to create the environment with   (python3)
 #   VENV     where the environment is                     (.venv)
 #   TORCH    what pip installs as torch, options included (torch==2.13.0)
+#   TRITON   what tests of kernels for GPUs are interpreted by where torch brings none (triton==3.7.1); empty: nothing
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 PYTHON="${PYTHON:-python3}"
 VENV="${VENV:-.venv}"
 TORCH="${TORCH:-torch==2.13.0}"
+TRITON="${TRITON-triton==3.7.1}"
 LOCK=requirements/lock.txt
 LOG="$VENV/setup.log"
 
@@ -50,6 +52,16 @@ fi
 echo "[2/3] installing $TORCH"
 # shellcheck disable=SC2086
 install --constraint "$LOCK" $TORCH
+
+# A build of torch for CUDA has brought its own. Of wheels alone, and not for all machines there are some.
+if [ -n "$TRITON" ] && ! "$VENV/bin/python" -c 'import sys, importlib.util as u; sys.exit(not u.find_spec("triton"))'; then
+    if "$VENV/bin/python" -m pip download --no-deps --only-binary :all: --quiet --dest "$VENV/triton" "$TRITON" >> "$LOG" 2>&1; then
+        install --no-deps "$VENV"/triton/triton-*.whl
+    else
+        echo "      no wheel of $TRITON for this machine: tests of kernels for GPUs will skip themselves"
+    fi
+    rm -rf "$VENV/triton"
+fi
 
 echo "[3/3] installing tandem-serving and its dependencies (pinned in $LOCK)"
 install --constraint "$LOCK" --editable '.[dev]'

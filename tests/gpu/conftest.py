@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -39,6 +40,18 @@ def triton_device() -> torch.device:
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("no GPU; TRITON_INTERPRET=1 runs these tests without one")
     return torch.device("cpu")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests of Triton's kernels. Where they can be interpreted, who asks for no interpreter leaves them out."""
+    kernels = [item for item in items if "triton_device" in getattr(item, "fixturenames", ())]
+    for item in kernels:
+        item.add_marker(pytest.mark.interpreted)
+    can_interpret = not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
+    if can_interpret and os.environ.get("TRITON_INTERPRET") != "1":
+        items[:] = [item for item in items if item not in kernels]
+        config.hook.pytest_deselected(items=kernels)
 
 
 @pytest.fixture(scope="session")

@@ -63,6 +63,7 @@ test-faults: $(STAMP)  ## run the whole kill matrix and all of tests/cluster; pr
 	@rm -f $(FIGURES)/kill_matrix.json
 	@status=0; KILL_MATRIX=$(FIGURES)/kill_matrix.json \
 		$(BIN)/python -m pytest -m "" tests/scenarios/faults tests/cluster tests/unit/bench/test_bench_parts.py $(ARGS) || status=$$?; \
+		$(IN_PAIRS) -m "not interpreted" tests/gpu $(ARGS) || status=$$?; \
 		TRITON_INTERPRET=1 $(IN_PAIRS) -m interpreted tests/gpu $(ARGS) || status=$$?; \
 		$(BIN)/python -m tests.scenarios.faults.report $(FIGURES)/kill_matrix.json && exit $$status
 

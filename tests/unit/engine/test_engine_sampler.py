@@ -129,10 +129,9 @@ def swept_distribution(
 ) -> np.ndarray:
     """Return how often each token comes as the random number runs evenly over [0, 1)."""
     count = 4000
-    tokens = []
-    for index in range(count):
-        set_uniform(monkeypatch, lambda *_, index=index: (index + 0.5) / count)
-        tokens.append(sample(logits, [row], eos)[0].token_id)
+    numbers = iter((index + 0.5) / count for index in range(count))
+    set_uniform(monkeypatch, lambda *_: next(numbers))
+    tokens = [token.token_id for token in sample(logits.expand(count, -1), [row] * count, eos)]
     return np.bincount(tokens, minlength=logits.shape[1]) / count
 
 

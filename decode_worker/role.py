@@ -438,6 +438,8 @@ class DecodeRole:
         if batch.num_paced_tokens:
             self._counters.num_mixed_steps += 1
             self._counters.mixed_s += took_s
+        if self._guesses is not None:
+            self._guesses.step_took(batch, took_s)
         with self._lock:
             if self._scheduler.tiers is not None:
                 num_tokens = sum(item.num_tokens for item in batch.items if item.num_tokens > 1 and not item.guesses)

@@ -117,9 +117,8 @@ class TokenBook:
                 case Choice() if tokens:
                     num_noted = len(tokens) - 1 if item.guesses else 0
                     if item.guesses:
-                        sequence.guesser.judge(len(item.guesses), num_noted)
-                        self.counters.num_guesses += len(item.guesses)
-                        self.counters.num_right_guesses += num_noted
+                        sequence.guessed_by.judge(len(item.guesses), num_noted)
+                        self.counters.note_guesses(sequence.guessed_by.source, len(item.guesses), num_noted)
                     self._book(sequence, tokens, num_noted, events)
                 case Prompt(error=InternalError() as error):
                     self._fail(sequence, error, events)

@@ -25,10 +25,12 @@ from kvtransfer.transports.envelope import unpack
 from kvtransfer.transports.events import GreetingArrived, MessageArrived, ThreadEvent
 from kvtransfer.wire import check_pair
 from tandem.core import fault_points
-from tandem.core.clock import MonotonicClock
+from tandem.core.clock import Clock, MonotonicClock
 from tandem.core.errors import InvalidRequestError, TandemError, TransportError, WorkerLostError
 from tandem.core.identity import Role
+from tandem.core.pages import PagePool
 from tandem.core.remembered import Remembered
+from tandem.engine.engine import Engine
 from tandem.engine.scorer import score_rows
 from tandem.rpc.channel import make_channel
 from tandem.rpc.convert import error_to_proto
@@ -36,12 +38,15 @@ from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import decode_pb2 as decode_pb
 from tandem.rpc.v1 import decode_pb2_grpc, prefill_pb2_grpc
 from tandem.rpc.v1 import prefill_pb2 as prefill_pb
+from tandem.worker.draft_model import DraftModel
+from tandem.worker.drafts import Drafts
 from tandem.worker.guesses import Guesses
 from tandem.worker.limits import guess_rows, quarantine_cap_pages
 from tandem.worker.parts import WorkerParts
 from tandem.worker.request import AttemptFailed
 from tandem.worker.sessions import SessionHub
 from tandem.worker.step import StepHooks
+from tandem.worker.step_engine import StepEngine
 from tandem.worker.ticker import Ticker
 from tandem.worker.wire import spec_from_proto
 
@@ -114,7 +119,7 @@ class DecodeWorker:
             pacing=parts.pacing,
             clock=clock,
             is_draining=lambda: parts.life.draining,
-            guesses=_guesses(parts),
+            guesses=_guesses(parts, clock),
             to_runner=lambda call: parts.runner.submit(call),
             to_driver=self._to_driver,
         )
@@ -330,13 +335,33 @@ class DecodeWorker:
             self.hub.status_changed()
 
 
-def _guesses(parts: WorkerParts) -> Guesses | None:
-    limits = parts.request_limits
-    most, page_size = parts.config.speculation.lookup_tokens, parts.scheduler.pool.page_size
-    types = parts.engine.types
+def _guesses(parts: WorkerParts, clock: Clock) -> Guesses | None:
+    most, draft, limits = parts.config.speculation.lookup_tokens, parts.draft, parts.request_limits
+    if not most and draft is None:
+        return None
+    drafts = _drafts(parts, draft, clock) if draft is not None else None
+    page_size = parts.scheduler.pool.page_size
+    return Guesses(most, _num_rows(parts.engine), page_size, limits.max_context, limits.eos, drafts)
+
+
+def _drafts(parts: WorkerParts, draft: Engine, clock: Clock) -> Drafts:
+    engine = parts.engine
+    return Drafts(
+        DraftModel(draft, engine.vocab_size, engine.sampler()),
+        PagePool(draft.num_pages, draft.layout.page_size),
+        most=parts.config.speculation.draft_tokens,
+        num_rows=_num_rows(draft),
+        max_context=draft.max_context,
+        vocab_size=draft.vocab_size,
+        ends=parts.request_limits.eos,
+        clock=clock,
+    )
+
+
+def _num_rows(engine: StepEngine) -> int:
+    types = engine.types
     widens = bool(types.quantized) or types.stored != types.multiplied
-    num_rows = guess_rows(on_cpu=parts.engine.on_cpu, widens=widens)
-    return Guesses(most, num_rows, page_size, limits.max_context, limits.eos) if most else None
+    return guess_rows(on_cpu=engine.on_cpu, widens=widens)
 
 
 class _DecodeService(decode_pb2_grpc.DecodeServiceServicer):

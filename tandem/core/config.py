@@ -214,6 +214,24 @@ class SpeculationConfig:
         "Set it where outputs repeat much of their prompts, as edits do, and few requests run at a time.",
         minimum=0, maximum=64,
     )
+    draft_model: str = _key(
+        "", "A smaller model with the same vocabulary, named as in `model.path`, that proposes tokens to each decode "
+        "worker where `lookup_tokens` finds none; empty: none. Outputs stay the same as with `lookup_tokens`. How many "
+        "it proposes follows how many are right and how long both models take. Set it where few requests run at a time "
+        "and a model of a tenth of the size says much the same."
+    )
+    draft_tokens: int = _key(
+        4, "The most tokens that `draft_model` proposes for a sequence in a decode step. Raise it where most are "
+        "right.", minimum=1, maximum=16
+    )
+    draft_quantize: str = _key(
+        "none", "As `model.quantize`, for the weights of `draft_model`; a model may so be the draft of itself.",
+        choices=("none", "int8", "int4"),
+    )
+    draft_memory_bytes: int = _key(
+        256 << 20, "Bytes of KV pages of `draft_model` at each decode worker, besides those of the model. Raise it "
+        "where contexts are long: what does not fit gets no proposals.", minimum=1 << 20
+    )
 
 
 @dataclass(frozen=True)
@@ -474,6 +492,9 @@ def _check_engine(config: Config) -> None:
     if pools.prefill.gpus or pools.decode.gpus:
         raise ConfigError("a simulated engine takes no GPU; set pools.prefill.gpus and pools.decode.gpus to 0",
                           key="pools.prefill.gpus")
+    if config.speculation.draft_model:
+        raise ConfigError("nobody can propose tokens to a simulated engine, which draws them blindly; leave "
+                          "speculation.draft_model out", key="speculation.draft_model")
 
 
 def _check_relations(config: Config) -> None:

@@ -117,9 +117,9 @@ class RouterMetrics:
         self.decode_tokens = counter("tandem_decode_tokens_total", "Tokens that decode workers generated")
         self.preemptions = counter("tandem_preemptions_total", "Requests that lost their pages for a while")
         self.guesses = counter(
-            "tandem_guessed_tokens_total", "Tokens that decode workers computed in case they come next"
+            "tandem_guessed_tokens_total", "Tokens that decode workers computed in case they come next", "source"
         )
-        self.right_guesses = counter("tandem_guessed_tokens_right_total", "Of these, that came")
+        self.right_guesses = counter("tandem_guessed_tokens_right_total", "Of these, that came", "source")
         self.mixed_steps = counter(
             "tandem_mixed_steps_total", "Steps of decode workers in which they computed prompts beside their batch"
         )

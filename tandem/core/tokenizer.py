@@ -8,6 +8,7 @@ special tokens itself, so its text is encoded without adding any.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -183,6 +184,14 @@ class Tokenizer:
         """The token as the tokenizer's file writes it; `None` where it knows none."""
         piece: str | None = self._backend.id_to_token(token_id)
         return piece
+
+    @property
+    def vocabulary_sha256(self) -> str:
+        """Of all tokens in the order of their ids: equal where two tokenizers mean the same by the same ids."""
+        digest = hashlib.sha256()
+        for token_id in range(self.vocab_size):
+            digest.update(f"{self.piece(token_id)!r}\n".encode())
+        return digest.hexdigest()
 
     def to_json(self) -> str:
         """The tokenizer's file."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tandem.worker.guesses import Source
+
 
 @dataclass(slots=True)
 class WorkerCounters:
@@ -17,9 +19,21 @@ class WorkerCounters:
     num_preemptions: int = 0
     num_masks: int = 0  # of grammars, one for each token that was chosen by one
     mask_s: float = 0.0  # that making them took, beside the forwards
-    num_guesses: int = 0  # of tokens that may come next, computed beside those that do
+    num_guesses: int = 0  # of tokens that may come next, from lookup, computed beside those that do
     num_right_guesses: int = 0
+    num_drafts: int = 0  # the same, from a draft model
+    num_right_drafts: int = 0
     num_mixed_steps: int = 0  # of decode, in which it computed prompts beside its batch
     mixed_s: float = 0.0  # that these took
     #: Refused calls of other workers about handoffs, by reason; replaced as a whole.
     num_refused: Mapping[str, int] = field(default_factory=dict)
+
+    def note_guesses(self, source: Source, num: int, num_right: int) -> None:
+        """So many were made in a step, and so many were what came."""
+        match source:
+            case Source.LOOKUP:
+                self.num_guesses += num
+                self.num_right_guesses += num_right
+            case Source.DRAFT:
+                self.num_drafts += num
+                self.num_right_drafts += num_right

@@ -11,8 +11,12 @@ Decoding", ICML 2023.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from collections.abc import Sequence as SeqOf
 from dataclasses import dataclass, field
+from enum import Enum
+from typing import ClassVar, Protocol
 
+from tandem.worker.batch import Batch
 from tandem.worker.sequence import Sequence
 
 # So many tokens in a row tell where a text goes on: the longer run if it came before, else the shorter one.
@@ -21,6 +25,32 @@ _RUNS = (6, 3)
 _MOST_TO_NOTE = 256
 # After guesses that were all wrong, the next ones wait for a step, then for twice as many each time, up to so many.
 _MOST_TO_WAIT = 64
+
+
+class Source(Enum):
+    """Who guessed."""
+
+    LOOKUP = "lookup"  # where a text came before
+    DRAFT = "draft"  # a small model that reads along
+
+
+class Judged(Protocol):
+    """Hears how good guesses of its own were."""
+
+    source: ClassVar[Source]
+
+    def judge(self, num: int, num_right: int) -> None:
+        """Of `num` guesses the first `num_right` were right."""
+
+
+class Proposer(Protocol):
+    """Guesses where lookup has none; see `tandem.worker.drafts.Drafts`."""
+
+    def keep(self, running: Iterable[Sequence]) -> None: ...
+
+    def propose(self, sequences: SeqOf[tuple[Sequence, int]], room: int, num_running: int) -> None: ...
+
+    def step_took(self, seconds: float, *, is_checked: bool) -> None: ...
 
 
 @dataclass(slots=True)
@@ -68,6 +98,8 @@ class Guesser:
     _num_wrong: int = 0  # times in a row that none was right
     _num_to_wait: int = 0  # steps
 
+    source = Source.LOOKUP
+
     def guess(self, most: int) -> list[int]:
         """Up to `most` tokens that may follow."""
         self.lookup.note(_MOST_TO_NOTE)
@@ -92,10 +124,11 @@ class Guesses:
     """Guesses for the sequences of a batch.
 
     Args:
-        most: of one sequence in a step; 0: none.
+        most: of one sequence in a step, from where its newest tokens came before; 0: none.
         num_rows: a step has no guesses beyond so many rows, which cost hardly more than one.
         page_size: guesses stay within the page of the newest token, so they take none.
         ends: tokens that end a text are not guessed.
+        drafts: guesses where lookup has none; `None`: nothing does.
     """
 
     most: int
@@ -103,6 +136,7 @@ class Guesses:
     page_size: int
     max_context: int
     ends: Collection[int]
+    drafts: Proposer | None = None
 
     def plan(self, running: Iterable[Sequence]) -> None:
         """Set what the next step computes behind the newest token of each sequence.
@@ -112,18 +146,36 @@ class Guesses:
         running = list(running)
         for sequence in running:
             sequence.guesses = ()
+        if self.drafts is not None:
+            self.drafts.keep(running)
         room = self.num_rows - len(running)
-        if not self.most or room < 1 or not all(sequence.is_decode for sequence in running):
+        if room < 1 or not all(sequence.is_decode for sequence in running):
             return
+        if self.most:
+            room -= self._look_up(running, room)
+        if self.drafts is not None and room > 0:
+            others = [(sequence, self._num_possible(sequence)) for sequence in running if not sequence.guesses]
+            if others:
+                self.drafts.propose(others, room, len(running))
+
+    def step_took(self, batch: Batch, seconds: float) -> None:
+        """So long took a step, proposals not counted."""
+        if self.drafts is not None and not batch.num_chunk_tokens and not batch.num_paced_tokens:
+            self.drafts.step_took(seconds, is_checked=any(item.guesses for item in batch.items))
+
+    def _look_up(self, running: list[Sequence], room: int) -> int:
+        """Set guesses from where the newest tokens came before; returns how many."""
+        left = room
         for num_behind, sequence in zip(range(len(running) - 1, -1, -1), running, strict=True):
-            most = min(self.most, room - min(num_behind, room - 1), self._num_possible(sequence))
+            most = min(self.most, left - min(num_behind, left - 1), self._num_possible(sequence))
             guesser = sequence.guesser = sequence.guesser or Guesser(Lookup(sequence.token_ids))
             guesses = guesser.guess(most)
-            ends = (index for index, token in enumerate(guesses) if self._may_end(sequence, token))
-            sequence.guesses = tuple(guesses[: next(ends, len(guesses))])
-            room -= len(sequence.guesses)
-            if room < 1:
-                return
+            ends = (index for index, token in enumerate(guesses) if may_end(sequence, token, self.ends))
+            sequence.guesses, sequence.guessed_by = tuple(guesses[: next(ends, len(guesses))]), guesser
+            left -= len(sequence.guesses)
+            if left < 1:
+                break
+        return room - left
 
     def _num_possible(self, sequence: Sequence) -> int:
         """Before its page, its output or its context ends."""
@@ -131,5 +183,7 @@ class Guesses:
         in_output = sequence.params.max_tokens - sequence.num_output - 1
         return min(in_page, in_output, self.max_context - len(sequence.token_ids) - 1)
 
-    def _may_end(self, sequence: Sequence, token: int) -> bool:
-        return token in self.ends or token in sequence.params.stop_token_ids
+
+def may_end(sequence: Sequence, token: int, ends: Collection[int]) -> bool:
+    """Whether the text may end with this token: then nothing is guessed behind it."""
+    return token in ends or token in sequence.params.stop_token_ids

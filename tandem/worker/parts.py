@@ -33,6 +33,7 @@ from tandem.core.tokenizer import Tokenizer
 from tandem.core.version import version
 from tandem.core.vocabulary import Vocabulary
 from tandem.engine.arena import KVArena
+from tandem.engine.engine import Engine
 from tandem.rpc.convert import ROLE_TO_PROTO, page_counts_to_proto
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.worker.cache_report import CacheReport
@@ -41,6 +42,7 @@ from tandem.worker.cpu.core_shares import CoreShares
 from tandem.worker.cpu.pacing import DecodePacing, PrefillPacing
 from tandem.worker.cpu.pages_ahead import PagesAhead
 from tandem.worker.cpu.transfer_cores import transfer_cores
+from tandem.worker.draft_model import load_draft
 from tandem.worker.guides import Guides
 from tandem.worker.life import WorkerLife
 from tandem.worker.limits import Site, max_num_seqs, mixed_step_tokens, scheduler_limits
@@ -92,6 +94,7 @@ class WorkerParts:
         info: how others know this worker; its address is there once it listens.
         exits: tells when a process of this host ends; lives in the event loop.
         page_network: interface and address by which pages come and go; empty: the transport chooses.
+        draft: the engine of the model that proposes tokens; `None`: there is none.
     """
 
     config: Config
@@ -112,6 +115,7 @@ class WorkerParts:
     page_network: str
     guides: Guides
     tiers: TieredPages | None
+    draft: Engine | None
 
     @property
     def worker_id(self) -> str:
@@ -169,6 +173,8 @@ class WorkerParts:
             mask_s=counters.mask_s,
             guesses=counters.num_guesses,
             right_guesses=counters.num_right_guesses,
+            drafts=counters.num_drafts,
+            right_drafts=counters.num_right_drafts,
             mixed_steps=counters.num_mixed_steps,
             mixed_s=counters.mixed_s,
             tiers=tiers_to_proto(self.tiers) if self.tiers is not None else None,
@@ -205,6 +211,7 @@ def build_parts(
         device=place.device,
         weight_register=_weight_register(config, place),
     )
+    draft = _load_draft(config, place, engine) if role is Role.DECODE else None
     arena = engine.arena
     site = Site(role, engine.on_cpu, _cores_file(config, place) is not None)
     scheduler = BatchScheduler(
@@ -259,6 +266,7 @@ def build_parts(
         page_network=str(interface or ""),
         guides=guides,
         tiers=tiers,
+        draft=draft,
     )
 
 
@@ -274,6 +282,11 @@ def _on_transfer(transfer: TransferThread, life: WorkerLife) -> Callable[[Callab
                     raise
 
     return run
+
+
+def _load_draft(config: Config, place: WorkerPlace, target: StepEngine) -> Engine | None:
+    register = _weight_register(config, place)
+    return load_draft(config, target, place.model_dir, num_threads=place.num_threads, weight_register=register)
 
 
 def _load_vocabulary(place: WorkerPlace, engine: StepEngine) -> Vocabulary | TandemError:

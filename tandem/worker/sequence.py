@@ -55,6 +55,7 @@ class Sequence:
     # Tokens that the next step computes behind the newest one, in case they are what comes; `tandem.worker.guesses`.
     guesses: tuple[int, ...] = ()
     guesser: Any = None
+    guessed_by: Any = None  # `tandem.worker.guesses.Judged`, of the newest guesses
     cache_salt: str = ""  # its cached pages are found under an equal one only
     owner: Any = None  # what the role keeps beside it
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from router.openai.grammar import of_choices
+from tandem.core.clock import VirtualClock
 from tandem.core.config import LimitsConfig
 from tandem.core.sampling import SamplingParams
 from tests.scenarios.test_workers_local import journals
@@ -38,6 +39,30 @@ FORCED = {
 def guessing(worker_model_dir: Path) -> Iterator[WorkerPair]:
     with running_pair(worker_model_dir, config={**CONFIG, "speculation": {"lookup_tokens": 5}}) as pair:
         yield pair
+
+
+@pytest.fixture(scope="module")
+def drafting(worker_model_dir: Path) -> Iterator[WorkerPair]:
+    """Its draft is the model itself."""
+    speculation = {"draft_model": str(worker_model_dir), "draft_memory_bytes": 1 << 20}
+    with running_pair(worker_model_dir, config={**CONFIG, "speculation": speculation}) as pair:
+        drafts = pair.decode.core._guesses.drafts
+        drafts._clock = VirtualClock()  # a pass of it takes as long as a step, which would not pay
+        yield pair
+
+
+async def test_a_draft_that_is_the_model_itself_is_always_right(drafting: WorkerPair, pair: WorkerPair) -> None:
+    counters = drafting.decode.parts.counters
+    outcomes = []
+    for one in (drafting, pair):
+        async with Router(one) as router:
+            asks = [Ask(prompt_of(45, seed), params_of(temperature=t), n=2) for seed, t in enumerate((0.0, 0.8))]
+            outcomes.append(await router.ask(*asks))
+        await one.settled()
+    for found, expected in zip(*outcomes, strict=True):
+        same(found, expected, 2)
+    print(counters)
+    assert counters.num_right_drafts == counters.num_drafts > 0
 
 
 def params_of(**given: Any) -> SamplingParams:

@@ -10,7 +10,7 @@ import dataclasses
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import metadata
@@ -20,19 +20,27 @@ import tandem
 from kvtransfer.interface import find_interface
 from router.http.auth import ApiKeys, check_exposure, digests_of_variable
 from tandem.cluster.checks.certificates import check_certificates
+from tandem.cluster.checks.draft import check_draft, draft_bytes, weight_bytes
 from tandem.cluster.checks.finding import Finding
 from tandem.cluster.checks.host import Host, human_bytes
 from tandem.cluster.checks.port import check_port
 from tandem.cluster.checks.tiers import check_tiers
 from tandem.core.clock import MonotonicClock
-from tandem.core.config import CacheConfig, Config, HttpConfig, ModelConfig, PoolConfig, SecurityConfig
+from tandem.core.config import (
+    CacheConfig,
+    Config,
+    HttpConfig,
+    ModelConfig,
+    PoolConfig,
+    SecurityConfig,
+    SpeculationConfig,
+)
 from tandem.core.errors import ConfigError, TandemError
 from tandem.core.identity import WORKER_ROLES, Role
-from tandem.core.model_path import ModelFacts, read_facts, read_heads, resolve_model, shown_name
+from tandem.core.model_path import ModelFacts, read_facts, resolve_model, shown_name
 from tandem.core.time_model import SIMULATED_TOKEN_BYTES, TimeModel, read_time_model
 from tandem.core.version import DISTRIBUTION, TOP_LEVEL_NAMES, version
 from tandem.engine.quantized.scheme import read_scheme
-from tandem.engine.quantized.shapes import loaded_bytes
 from tandem.rpc.security import is_loopback
 
 WORKER_OVERHEAD_BYTES = 600 << 20
@@ -81,6 +89,7 @@ class Preflight:
             ("model", self.check_model),
             ("context", self.check_context),
             ("page tiers", self.check_tiers),
+            ("draft model", self.check_draft),
             *(here if self.local else []),
         ]
 
@@ -111,7 +120,12 @@ class Preflight:
         model = dataclasses.replace(self._model, served_names=names)
         return Plan(
             config=dataclasses.replace(
-                self.config, model=model, security=self._security, http=self._http, cache=self._cache
+                self.config,
+                model=model,
+                security=self._security,
+                http=self._http,
+                cache=self._cache,
+                speculation=self._speculation,
             ),
             facts=self.facts,
             weights_dtype=self._stored_dtype,
@@ -233,6 +247,9 @@ class Preflight:
         num_workers = sum(pool.workers for pool in self._pools.values())
         return check_tiers(self.config.cache, num_workers, self.host, local=self.local)
 
+    def check_draft(self) -> Finding:
+        return check_draft(self.config, self.facts.directory, on_gpu=bool(self.config.pools.decode.gpus))
+
     def check_gpus(self) -> Finding:
         wanted = sum(pool.gpus * pool.workers for pool in self._pools.values())
         if wanted > self.host.num_gpus:
@@ -248,7 +265,7 @@ class Preflight:
         workers, free = self._num_cpu_workers, self.host.available_bytes
         if workers == 0:
             return Finding("memory", "ok", f"{human_bytes(free)} free; pages live on the GPUs")
-        fixed = workers * self.fixed_bytes
+        fixed = self.fixed_bytes(self._num_on_cpu)
         if self._time_model is not None:
             fixed += sum(pool.workers * self._kv_bytes(role) for role, pool in self._pools.items())
         if fixed > free:
@@ -375,12 +392,24 @@ class Preflight:
         return dataclasses.replace(cache, disk_path=str(path.absolute() if self.local else path))
 
     @property
+    def _speculation(self) -> SpeculationConfig:
+        """With the draft model as workers of this host find it."""
+        wanted = self.config.speculation
+        if not wanted.draft_model or not self.local:
+            return wanted
+        return dataclasses.replace(wanted, draft_model=str(resolve_model(wanted.draft_model)))
+
+    @property
     def _pools(self) -> dict[Role, PoolConfig]:
         return {role: getattr(self.config.pools, role) for role in WORKER_ROLES}
 
     @property
+    def _num_on_cpu(self) -> dict[Role, int]:
+        return {role: pool.workers for role, pool in self._pools.items() if not pool.gpus}
+
+    @property
     def _num_cpu_workers(self) -> int:
-        return sum(pool.workers for pool in self._pools.values() if not pool.gpus)
+        return sum(self._num_on_cpu.values())
 
     @cached_property
     def _time_model(self) -> TimeModel | None:
@@ -392,17 +421,16 @@ class Preflight:
     def weight_bytes(self) -> int:
         if self._time_model is not None:
             return 0
-        if self.facts.quantization is not None:
-            heads, scheme = read_heads(self.facts.directory), read_scheme(self.facts.quantization)
-            return loaded_bytes(heads, scheme, self.config.model.quantize)
-        stored = self.facts.weight_bytes(self._stored_dtype)
-        # Rounding needs both for a while; how much of the one is free by then depends on how they lie.
-        return stored if self.config.model.quantize == "none" else stored * 3 // 2
+        return weight_bytes(self.facts, self._stored_dtype, self.config.model.quantize)
 
-    @property
-    def fixed_bytes(self) -> int:
-        """What a worker takes of its host's memory beside its pages."""
-        return self.weight_bytes + WORKER_OVERHEAD_BYTES
+    @cached_property
+    def _draft_bytes(self) -> int:
+        return draft_bytes(self.config)
+
+    def fixed_bytes(self, num_workers: Mapping[Role, int]) -> int:
+        """What so many workers take of their host's memory beside their pages."""
+        each = self.weight_bytes + WORKER_OVERHEAD_BYTES
+        return sum(num_workers.values()) * each + num_workers.get(Role.DECODE, 0) * self._draft_bytes
 
     def _kv_bytes(self, role: Role) -> int:
         """Bytes of pages for one worker; 0: its own node decides (GPU memory, or other hosts)."""
@@ -411,7 +439,8 @@ class Preflight:
         cache, pool = self.config.cache, self._pools[role]
         if cache.memory_bytes or pool.gpus or not self.local:
             return cache.memory_bytes
-        return share_of_memory(self.config, self.host.available_bytes, self.fixed_bytes, self._num_cpu_workers)
+        fixed = self.fixed_bytes(self._num_on_cpu)
+        return share_of_memory(self.config, self.host.available_bytes, fixed, self._num_cpu_workers)
 
     def _equal_share(self) -> int:
         if not self.local:
@@ -422,10 +451,10 @@ class Preflight:
 def share_of_memory(config: Config, available_bytes: int, fixed_bytes: int, num_workers: int) -> int:
     """Bytes of KV pages for one of `num_workers` equal CPU workers of a host.
 
-    `fixed_bytes` of each are taken off first; `cache.memory_share` of the rest is divided, `cache.max_memory_bytes`
-    is the most that one gets.
+    `fixed_bytes` of all together are taken off first; `cache.memory_share` of the rest is divided,
+    `cache.max_memory_bytes` is the most that one gets.
     """
-    rest = max(0, available_bytes - num_workers * fixed_bytes)
+    rest = max(0, available_bytes - fixed_bytes)
     share = int(config.cache.memory_share * rest) // num_workers
     return min(share, config.cache.max_memory_bytes) if config.cache.max_memory_bytes else share
 
@@ -445,8 +474,9 @@ def check_room(config: Config, host: Host, kv_bytes: dict[Role, int], num_added:
     Raises:
         ConfigError: it has not; says how many fit.
     """
-    fixed = Preflight(config, host).fixed_bytes
-    needed = sum(count * (fixed + kv_bytes[role]) for role, count in num_added.items() if kv_bytes.get(role))
+    added = {role: count for role, count in num_added.items() if kv_bytes.get(role)}
+    pages = sum(count * kv_bytes[role] for role, count in added.items())
+    needed = Preflight(config, host).fixed_bytes(added) + pages
     if needed > host.available_bytes:
         raise ConfigError(
             f"{sum(num_added.values())} more workers need {human_bytes(needed)}, "

@@ -57,7 +57,10 @@ def kv_bytes_here(config: Config, role: Role, model_dir: Path) -> int:
     else:
         node_id = ray.get_runtime_context().get_node_id()
         resources = next(node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id)
-        share = share_of_memory(config, check.host.available_bytes, check.fixed_bytes, int(num_places(resources)))
+        places = {role: int(resources.get(role, 0.0)) for role in WORKER_ROLES}
+        places[role] = max(1, places[role])
+        fixed = check.fixed_bytes(places)
+        share = share_of_memory(config, check.host.available_bytes, fixed, sum(places.values()))
     if share <= 0:
         raise ConfigError(
             "no memory is left for KV pages on this node beside the weights; use a smaller model or dtype, "

@@ -390,6 +390,8 @@ class WorkerStatus(_message.Message):
     MIXED_S_FIELD_NUMBER: _builtins.int
     GUESSES_FIELD_NUMBER: _builtins.int
     RIGHT_GUESSES_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
+    RIGHT_DRAFTS_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """requests in the batch"""
@@ -421,8 +423,12 @@ class WorkerStatus(_message.Message):
     mixed_s: _builtins.float
     """since start: what these took"""
     guesses: _builtins.int
-    """since start: tokens that decode computed in case they come next"""
+    """since start: tokens from lookup that decode computed in case they come next"""
     right_guesses: _builtins.int
+    """since start: of these, that came"""
+    drafts: _builtins.int
+    """since start: the same, proposed by the draft model"""
+    right_drafts: _builtins.int
     """since start: of these, that came"""
     @_builtins.property
     def pages(self) -> Global___PageCounts: ...
@@ -461,11 +467,13 @@ class WorkerStatus(_message.Message):
         mixed_s: _builtins.float = ...,
         guesses: _builtins.int = ...,
         right_guesses: _builtins.int = ...,
+        drafts: _builtins.int = ...,
+        right_drafts: _builtins.int = ...,
         links: Global___LinkReport | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["links", b"links", "pages", b"pages", "tiers", b"tiers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_tokens", b"decode_tokens", "draining", b"draining", "guesses", b"guesses", "links", b"links", "mask_s", b"mask_s", "masks", b"masks", "mixed_s", b"mixed_s", "mixed_steps", b"mixed_steps", "num_incoming", b"num_incoming", "num_queued", b"num_queued", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "page_network", b"page_network", "pages", b"pages", "preemptions", b"preemptions", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_computed", b"prompt_tokens_computed", "refused", b"refused", "right_guesses", b"right_guesses", "tiers", b"tiers", "transfer_bytes", b"transfer_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_tokens", b"decode_tokens", "drafts", b"drafts", "draining", b"draining", "guesses", b"guesses", "links", b"links", "mask_s", b"mask_s", "masks", b"masks", "mixed_s", b"mixed_s", "mixed_steps", b"mixed_steps", "num_incoming", b"num_incoming", "num_queued", b"num_queued", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "page_network", b"page_network", "pages", b"pages", "preemptions", b"preemptions", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_computed", b"prompt_tokens_computed", "refused", b"refused", "right_drafts", b"right_drafts", "right_guesses", b"right_guesses", "tiers", b"tiers", "transfer_bytes", b"transfer_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

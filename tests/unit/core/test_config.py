@@ -148,6 +148,7 @@ def configs(draw: st.DrawFn) -> Config:
     tree["scheduling"]["max_num_batched_tokens"] = chunk_size + draw(st.integers(0, 4096))
     if draw(st.booleans()):
         tree["model"] |= {"engine": "simulated", "time_model": draw(st.text(min_size=1))}
+        tree["speculation"]["draft_model"] = ""
         for role in ("prefill", "decode"):
             tree["pools"][role]["gpus"] = 0.0
     return from_dict(tree)

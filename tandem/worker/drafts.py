@@ -1,0 +1,446 @@
+"""Tokens that may come next, proposed by a small model that reads along. Pure; runs between steps, on their thread.
+
+The small model, the *draft*, has KV of its own, in pages of its own: it computes a prompt when the steps have begun, in
+chunks that hold no step up for long, and what was generated as it comes. Its proposals are guesses as others are: the
+step computes them beside the newest token, and they are taken as far as they are what is sampled. It draws by the same
+random number as the step will, so it proposes what the step draws if both models agree on how likely tokens are.
+
+**When.** A proposal costs a pass of the draft, and all that generate wait for it. So as many are made as give the most
+tokens a second, by how long steps and passes took and how many proposals were right; where none pay there are none, and
+every now and then one is made to see whether it does now. A prompt is computed only once the output has become so long
+that this would have paid for it: outputs that end soon cost nothing, and no output more than twice what it might have.
+Reference: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", ICML 2023.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from collections.abc import Sequence as SeqOf
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from statistics import median
+
+from tandem.core.clock import Clock
+from tandem.core.pages import PagePool, PageTable, page_table, pages_for
+from tandem.core.sampling import SampleRow
+from tandem.worker.guesses import Source, may_end
+from tandem.worker.sequence import Sequence
+
+_log = logging.getLogger(__name__)
+
+# Of a step's time: so much longer may a step begin for a prompt that the draft computes, and so much may proposals cost
+# that are made to see whether they pay.
+_CATCH_UP_SHARE, _TRIAL_SHARE = 0.5, 0.02
+# Tokens of prompts that the draft computes at once, at most.
+_MOST_AT_ONCE = 512
+# What is taken for known until something is: the share of proposals that is right, and a pass of the draft in steps.
+_ACCEPTANCE, _PASS = 0.7, 0.2
+# How much the newest proposal tells of the next.
+_NEWEST = 0.15
+# Seconds after which what was learnt is forgotten, and what did not pay is tried anew.
+_HOLDS_S = 60.0
+# Steps between two proposals that are made to see whether they pay, at most.
+_MOST_TO_WAIT = 64
+# A draft that fails so many times in a row takes the worker with it.
+_MAX_FAILED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class DraftInput:
+    """What the draft computes of one sequence: KV of `[0, start)` is in its `pages`."""
+
+    token_ids: SeqOf[int]
+    start: int
+    pages: SeqOf[int]
+    row: SampleRow | None  # what is drawn behind the last token; `None`: nothing
+
+
+DraftPass = Callable[[SeqOf[DraftInput]], list[int | None]]
+"""Computes one batch; returns the token of each input, `None` where none is asked for or none can be drawn."""
+
+
+class Timing:
+    """How long something takes: the median of the last few times, in seconds."""
+
+    def __init__(self) -> None:
+        self._took: deque[float] = deque(maxlen=9)
+        self._ends_s = float("-inf")
+
+    def learn(self, seconds: float, now_s: float) -> None:
+        if now_s >= self._ends_s:
+            self._took.clear()
+        self._took.append(seconds)
+        self._ends_s = now_s + _HOLDS_S
+
+    def at(self, now_s: float) -> float | None:
+        """`None`: it is not known, or too long ago."""
+        return median(self._took) if self._took and now_s < self._ends_s else None
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """The share of proposals that is right, behind others that are."""
+
+    value: float = _ACCEPTANCE
+
+    def learn(self, num: int, num_right: int) -> None:
+        for is_right in [True] * num_right + [False] * (num_right < num):
+            self.value += _NEWEST * (is_right - self.value)
+
+
+@dataclass(slots=True, eq=False)
+class Follower:
+    """The draft's side of one sequence.
+
+    token_ids:  [ num_known: KV in pages | to compute ] ahead: KV in pages, if these tokens come
+    """
+
+    sequence: Sequence
+    acceptance: Acceptance
+    of_all: Acceptance
+    pages: PageTable[int] = field(default_factory=page_table)
+    num_known: int = 0
+    ahead: list[int] = field(default_factory=list)
+    num_published: int = 0  # leading pages that others may find
+    is_lost: bool = False  # the draft cannot read it
+    num_idle_steps: int = 0  # since it last had proposals
+    num_trials: int = 0  # in a row
+    last_used: int = 0  # number of the plan
+    rank: int = -1  # in the present plan; -1: it has no part in it
+
+    source = Source.DRAFT
+
+    def judge(self, num: int, num_right: int) -> None:
+        """Of `num` proposals the first `num_right` were right."""
+        self.acceptance.learn(num, num_right)
+        self.of_all.learn(num, num_right)
+
+    @property
+    def num_to_compute(self) -> int:
+        return len(self.sequence.token_ids) - self.num_known
+
+    def note_sampled(self) -> None:
+        """The KV of proposals that came is that of the sequence."""
+        token_ids = self.sequence.token_ids
+        for token_id in self.ahead:
+            if self.num_known == len(token_ids) or token_ids[self.num_known] != token_id:
+                break
+            self.num_known += 1
+        self.ahead = []
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """How long things take, in seconds or all in steps: only their ratios count."""
+
+    step_s: float  # without proposals
+    checked_s: float  # with some
+    pass_s: float  # of the draft, of few rows
+    token_s: float  # of a prompt that the draft computes
+
+    def rate(self, num_tokens: float, num_passes: int) -> float:
+        """Tokens a second of steps that give so many behind so many passes."""
+        return num_tokens / (self.checked_s + num_passes * self.pass_s if num_passes else self.step_s)
+
+
+@dataclass(slots=True, eq=False)
+class Candidate:
+    """A sequence that may get proposals, and how many."""
+
+    follower: Follower
+    most: int
+    num: int = 0
+
+
+class Drafts:
+    """Proposals for the sequences of a batch.
+
+    Args:
+        compute: a pass of the draft.
+        pool: of the draft's own pages.
+        most: proposals for one sequence in a step.
+        num_rows: tokens that a pass computes at hardly more cost than one.
+        max_context, vocab_size: the draft's own.
+        ends: tokens that end a text are not proposed.
+    """
+
+    def __init__(
+        self,
+        compute: DraftPass,
+        pool: PagePool,
+        *,
+        most: int,
+        num_rows: int,
+        max_context: int,
+        vocab_size: int,
+        ends: Collection[int],
+        clock: Clock,
+    ) -> None:
+        self.pool = pool
+        self._compute = compute
+        self._most = most
+        self._num_rows = num_rows
+        self._max_context = min(max_context, pool.num_pages * pool.page_size)
+        self._vocab_size = vocab_size
+        self._ends = ends
+        self._clock = clock
+        # Of sequences in the batch; invariant: nobody else holds pages of the pool.
+        self._followers: dict[Sequence, Follower] = {}
+        self._acceptance = Acceptance()
+        self._forgets_s = float("-inf")
+        self._plain, self._checked, self._pass, self._token = Timing(), Timing(), Timing(), Timing()
+        self._num_plans = 0
+        self._num_failed = 0
+
+    # -- what the worker tells
+
+    def keep(self, running: Iterable[Sequence]) -> None:
+        """Give back the pages of all other sequences: they have ended, or have lost their own."""
+        kept = set(running)
+        for sequence in [sequence for sequence in self._followers if sequence not in kept]:
+            self._let_go(self._followers.pop(sequence))
+
+    def step_took(self, seconds: float, *, is_checked: bool) -> None:
+        """So long took a step of single tokens; `is_checked`: it computed proposals beside them."""
+        (self._checked if is_checked else self._plain).learn(seconds, self._clock.now())
+
+    # -- proposing
+
+    def propose(self, sequences: SeqOf[tuple[Sequence, int]], room: int, num_running: int) -> None:
+        """Set the guesses of these sequences, each with how many it may have; `room`: of all together.
+
+        All of `num_running` wait meanwhile.
+        """
+        try:
+            self._propose(sequences, room, num_running)
+        except Exception:
+            # No output depends on it: the step goes on without.
+            _log.exception("the draft failed")
+            self._num_failed += 1
+            self.keep([])
+            for sequence, _ in sequences:
+                sequence.guesses = ()
+            if self._num_failed >= _MAX_FAILED:
+                raise
+        else:
+            self._num_failed = 0
+
+    def _propose(self, sequences: SeqOf[tuple[Sequence, int]], room: int, num_running: int) -> None:
+        self._num_plans += 1
+        now_s = self._clock.now()
+        if now_s >= self._forgets_s:
+            self._acceptance.value, self._forgets_s = _ACCEPTANCE, now_s + _HOLDS_S
+        for follower in self._followers.values():
+            follower.rank = -1
+        candidates = [self._candidate(rank, *each) for rank, each in enumerate(sequences)]
+        costs = self._costs(now_s)
+        self._catch_up(candidates, room, num_running, costs)
+        ready = [each for each in candidates if each.most > 0 and self._is_ready(each.follower)]
+        if not _choose(ready, room, num_running, costs):
+            _try(ready, num_running, costs, self._num_rows)
+        self._draw([each for each in ready if each.num and self._prepares(each)])
+
+    def _candidate(self, rank: int, sequence: Sequence, most: int) -> Candidate:
+        follower = self._followers.get(sequence)
+        if follower is None:
+            follower = Follower(sequence, Acceptance(self._acceptance.value), self._acceptance)
+            self._followers[sequence] = follower
+        follower.rank = rank
+        follower.num_idle_steps += 1
+        if len(sequence.token_ids) >= self._max_context:
+            self._lose(follower)
+        if not follower.is_lost:
+            follower.note_sampled()
+            self._publish(follower)
+            self._find(follower)
+        return Candidate(follower, min(most, self._most, self._max_context - len(sequence.token_ids)))
+
+    def _is_ready(self, follower: Follower) -> bool:
+        """Whether it takes but a pass to reach the newest token."""
+        return not follower.is_lost and follower.num_to_compute <= self._num_rows
+
+    def _costs(self, now_s: float) -> Costs:
+        checked_s, pass_s = self._checked.at(now_s), self._pass.at(now_s)
+        step_s = self._plain.at(now_s) or checked_s
+        if not step_s or not pass_s:
+            return Costs(1.0, 1.0, _PASS, _PASS / self._num_rows)
+        return Costs(step_s, checked_s or step_s, pass_s, self._token.at(now_s) or pass_s / self._num_rows)
+
+    def _prepares(self, each: Candidate) -> bool:
+        """Whether its proposals can be made now: who comes before it may have taken its pages."""
+        follower = each.follower
+        num_tokens = len(follower.sequence.token_ids)
+        if not self._is_ready(follower) or not self._can_read(follower, num_tokens):
+            return False
+        return self._take_pages(follower, num_tokens + each.num - 1)  # the last one's KV is not computed
+
+    def _draw(self, planned: list[Candidate]) -> None:
+        """Make the proposals: a pass for each place, of all that have one there."""
+        proposed: dict[Follower, list[int]] = {each.follower: [] for each in planned}
+        for place in range(max((each.num for each in planned), default=0)):
+            going_on = [
+                each.follower for each in planned if each.num > place and len(proposed[each.follower]) == place
+            ]
+            if not going_on:
+                break
+            inputs = [_input(follower, proposed[follower]) for follower in going_on]
+            for follower, token_id in zip(going_on, self._timed(inputs), strict=True):
+                if not place:
+                    follower.num_known = len(follower.sequence.token_ids)
+                    follower.num_idle_steps, follower.last_used = 0, self._num_plans
+                if token_id is not None and not may_end(follower.sequence, token_id, self._ends):
+                    proposed[follower].append(token_id)
+        for follower, token_ids in proposed.items():
+            follower.ahead = token_ids[:-1]
+            follower.sequence.guesses, follower.sequence.guessed_by = tuple(token_ids), follower
+
+    def _timed(self, inputs: list[DraftInput]) -> list[int | None]:
+        began_s = self._clock.now()
+        tokens = self._compute(inputs)
+        now_s = self._clock.now()
+        num_tokens = sum(len(each.token_ids) for each in inputs)
+        if num_tokens <= self._num_rows:
+            self._pass.learn(now_s - began_s, now_s)
+        else:
+            self._token.learn((now_s - began_s) / num_tokens, now_s)
+        return tokens
+
+    # -- prompts
+
+    def _catch_up(self, candidates: list[Candidate], room: int, num_running: int, costs: Costs) -> None:
+        """Compute some of what the draft lacks, of those for which that pays, one after the other."""
+        budget = max(self._num_rows, min(_MOST_AT_ONCE, int(_CATCH_UP_SHARE * costs.step_s / costs.token_s)))
+        inputs: list[DraftInput] = []
+        followers = [each.follower for each in candidates if not each.follower.is_lost]
+        num = len(followers)
+        for follower in followers:
+            if self._is_ready(follower) or budget < 1:
+                continue
+            end = follower.num_known + min(budget, follower.num_to_compute - 1)
+            pays = _pays_to_read(follower, min(self._most, -(-room // num)), num, num_running, costs)
+            if pays and self._can_read(follower, end) and self._take_pages(follower, end):
+                inputs.append(_chunk(follower, end))
+                budget -= end - follower.num_known
+                follower.num_known, follower.last_used = end, self._num_plans
+        if inputs:
+            self._timed(inputs)
+
+    def _can_read(self, follower: Follower, end: int) -> bool:
+        """Whether the draft knows the tokens before the `end`th that it has not computed."""
+        new = follower.sequence.token_ids[follower.num_known : end]
+        if max(new) < self._vocab_size:
+            return True
+        self._lose(follower)
+        return False
+
+    # -- pages
+
+    def _take_pages(self, follower: Follower, num_tokens: int) -> bool:
+        """Have pages for so many tokens; where they are short, from those that do not propose now, then from those
+        that come behind it."""
+        num_missing = pages_for(num_tokens, self.pool.page_size) - len(follower.pages)
+        if num_missing < 1:
+            return True
+        if num_missing > self.pool.num_available:
+            others = [other for other in self._followers.values() if other.pages]
+            resting = sorted((other for other in others if other.rank < 0), key=lambda other: other.last_used)
+            behind = sorted((other for other in others if other.rank > follower.rank), key=lambda other: -other.rank)
+            for other in (*resting, *behind):
+                if num_missing <= self.pool.num_available:
+                    break
+                self._let_go(other)
+        taken = self.pool.allocate(num_missing)
+        follower.pages.extend(taken or ())
+        return taken is not None
+
+    def _publish(self, follower: Follower) -> None:
+        """Let others find the pages that are full."""
+        keys = follower.sequence.keys
+        end = min(follower.num_known // self.pool.page_size, len(keys))
+        for index in range(follower.num_published, end):
+            self.pool.publish(follower.pages[index], keys[index])
+        follower.num_published = max(follower.num_published, end)
+
+    def _find(self, follower: Follower) -> None:
+        """Take what others have computed of it."""
+        page_size, sequence = self.pool.page_size, follower.sequence
+        begin, end = follower.num_known // page_size, (len(sequence.token_ids) - 1) // page_size
+        if follower.num_known % page_size or len(follower.pages) > begin:
+            return
+        found = self.pool.acquire(sequence.keys[index] for index in range(begin, min(end, len(sequence.keys))))
+        follower.pages.extend(found)
+        follower.num_known += len(found) * page_size
+        follower.num_published = max(follower.num_published, len(follower.pages))
+
+    def _lose(self, follower: Follower) -> None:
+        follower.is_lost = True
+        self._let_go(follower)
+
+    def _let_go(self, follower: Follower) -> None:
+        self.pool.release(follower.pages)
+        follower.pages, follower.ahead = page_table(), []
+        follower.num_known = follower.num_published = 0
+
+
+def _chunk(follower: Follower, end: int) -> DraftInput:
+    token_ids = follower.sequence.token_ids[follower.num_known : end]
+    return DraftInput(token_ids, follower.num_known, follower.pages, None)
+
+
+def _input(follower: Follower, proposed: list[int]) -> DraftInput:
+    """What the draft computes for the next proposal."""
+    sequence = follower.sequence
+    # Penalties do not know of what is proposed: that costs a right one now and then, and no copy of all that was seen.
+    (row,) = sequence.owner.rows(sequence, len(proposed))
+    row = replace(row, guide=None) if row.guide is not None else row
+    num_tokens = len(sequence.token_ids)
+    if not proposed:
+        return DraftInput(sequence.token_ids[follower.num_known :], follower.num_known, follower.pages, row)
+    return DraftInput(proposed[-1:], num_tokens + len(proposed) - 1, follower.pages, row)
+
+
+def _choose(ready: list[Candidate], room: int, num_running: int, costs: Costs) -> bool:
+    """Set how many proposals give the most tokens a second; whether that is any."""
+    places: list[list[Candidate]] = []
+    num_best, best, gained = 0, costs.rate(num_running, 0), 0.0
+    while able := [each for each in ready if each.most > len(places)][:room]:
+        room -= len(able)
+        places.append(able)
+        gained += sum(each.follower.acceptance.value ** len(places) for each in able)
+        if (rate := costs.rate(num_running + gained, len(places))) > best:
+            num_best, best = len(places), rate
+    for place in places[:num_best]:
+        for each in place:
+            each.num += 1
+            each.follower.num_trials = 0
+    return num_best > 0
+
+
+def _try(ready: list[Candidate], num_running: int, costs: Costs, num_rows: int) -> None:
+    """One proposal, to see whether they pay now; for the one that has had none for longest."""
+    if costs.rate(num_running + 1, 1) <= costs.rate(num_running, 0):
+        return  # not even if it is right
+    for each in sorted(ready, key=lambda each: each.follower.last_used):
+        follower = each.follower
+        num_passes = pages_for(follower.num_to_compute, num_rows)
+        is_cheap = num_passes * costs.pass_s <= _TRIAL_SHARE * follower.num_idle_steps * costs.step_s
+        if is_cheap and follower.num_idle_steps > min(2**follower.num_trials, _MOST_TO_WAIT):
+            follower.num_trials += 1
+            each.num = 1
+            return
+
+
+def _pays_to_read(follower: Follower, most: int, num: int, num_running: int, costs: Costs) -> bool:
+    """Whether its part of what proposals save would have been, since its output began, as much time as its prompt
+    takes, and can be as much in what is left.
+
+    `num` have proposals together, `most` each: that may pay where those for one alone would not.
+    """
+    sequence, value = follower.sequence, follower.acceptance.value
+    gains = accumulate(num * value**place for place in range(1, most + 1))
+    best = max(costs.rate(num_running + gain, place) for place, gain in enumerate(gains, 1))
+    saved_s = costs.step_s * max(0.0, 1 - costs.rate(num_running, 0) / best) / num
+    num_left = sequence.params.max_tokens - sequence.num_output
+    return min(sequence.num_output, num_left) * saved_s >= follower.num_to_compute * costs.token_s

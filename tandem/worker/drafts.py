@@ -139,6 +139,7 @@ class Costs:
     checked_s: float  # with some
     pass_s: float  # of the draft, of few rows
     token_s: float  # of a prompt that the draft computes
+    most_at_once: int  # of these tokens
 
     def rate(self, num_tokens: float, num_passes: int) -> float:
         """Tokens a second of steps that give so many behind so many passes."""
@@ -189,7 +190,6 @@ class Drafts:
         # Of sequences in the batch; invariant: nobody else holds pages of the pool.
         self._followers: dict[Sequence, Follower] = {}
         self._acceptance = Acceptance()
-        self._forgets_s = float("-inf")
         self._plain, self._checked, self._pass, self._token = Timing(), Timing(), Timing(), Timing()
         self._num_plans = 0
         self._num_failed = 0
@@ -229,17 +229,14 @@ class Drafts:
 
     def _propose(self, sequences: SeqOf[tuple[Sequence, int]], room: int, num_running: int) -> None:
         self._num_plans += 1
-        now_s = self._clock.now()
-        if now_s >= self._forgets_s:
-            self._acceptance.value, self._forgets_s = _ACCEPTANCE, now_s + _HOLDS_S
         for follower in self._followers.values():
             follower.rank = -1
         candidates = [self._candidate(rank, *each) for rank, each in enumerate(sequences)]
-        costs = self._costs(now_s)
+        costs = self._costs(self._clock.now())
         self._catch_up(candidates, room, num_running, costs)
         ready = [each for each in candidates if each.most > 0 and self._is_ready(each.follower)]
         if not _choose(ready, room, num_running, costs):
-            _try(ready, num_running, costs, self._num_rows)
+            _try(ready, num_running, costs)
         self._draw([each for each in ready if each.num and self._prepares(each)])
 
     def _candidate(self, rank: int, sequence: Sequence, most: int) -> Candidate:
@@ -262,11 +259,16 @@ class Drafts:
         return not follower.is_lost and follower.num_to_compute <= self._num_rows
 
     def _costs(self, now_s: float) -> Costs:
-        checked_s, pass_s = self._checked.at(now_s), self._pass.at(now_s)
+        checked_s, pass_s, token_s = self._checked.at(now_s), self._pass.at(now_s), self._token.at(now_s)
         step_s = self._plain.at(now_s) or checked_s
-        if not step_s or not pass_s:
-            return Costs(1.0, 1.0, _PASS, _PASS / self._num_rows)
-        return Costs(step_s, checked_s or step_s, pass_s, self._token.at(now_s) or pass_s / self._num_rows)
+        if not step_s:
+            step_s, checked_s, pass_s, token_s = 1.0, 1.0, _PASS, None
+        if not pass_s:
+            pass_s = token_s * self._num_rows if token_s else _PASS * step_s
+        # As long as nothing is known of prompts, they are read by chunks that take two passes at most.
+        token_s, most = (token_s, _MOST_AT_ONCE) if token_s else (pass_s / self._num_rows, 2 * self._num_rows)
+        most = max(self._num_rows, min(most, int(_CATCH_UP_SHARE * step_s / token_s)))
+        return Costs(step_s, checked_s or step_s, pass_s, token_s, most)
 
     def _prepares(self, each: Candidate) -> bool:
         """Whether its proposals can be made now: who comes before it may have taken its pages."""
@@ -311,7 +313,7 @@ class Drafts:
 
     def _catch_up(self, candidates: list[Candidate], room: int, num_running: int, costs: Costs) -> None:
         """Compute some of what the draft lacks, of those for which that pays, one after the other."""
-        budget = max(self._num_rows, min(_MOST_AT_ONCE, int(_CATCH_UP_SHARE * costs.step_s / costs.token_s)))
+        budget = costs.most_at_once
         inputs: list[DraftInput] = []
         followers = [each.follower for each in candidates if not each.follower.is_lost]
         num = len(followers)
@@ -320,7 +322,7 @@ class Drafts:
                 continue
             end = follower.num_known + min(budget, follower.num_to_compute - 1)
             pays = _pays_to_read(follower, min(self._most, -(-room // num)), num, num_running, costs)
-            if pays and self._can_read(follower, end) and self._take_pages(follower, end):
+            if (pays or _is_due(follower, num_running, costs)) and self._can_read(follower, end) and self._take_pages(follower, end):
                 inputs.append(_chunk(follower, end))
                 budget -= end - follower.num_known
                 follower.num_known, follower.last_used = end, self._num_plans
@@ -418,18 +420,22 @@ def _choose(ready: list[Candidate], room: int, num_running: int, costs: Costs) -
     return num_best > 0
 
 
-def _try(ready: list[Candidate], num_running: int, costs: Costs, num_rows: int) -> None:
+def _try(ready: list[Candidate], num_running: int, costs: Costs) -> None:
     """One proposal, to see whether they pay now; for the one that has had none for longest."""
-    if costs.rate(num_running + 1, 1) <= costs.rate(num_running, 0):
-        return  # not even if it is right
     for each in sorted(ready, key=lambda each: each.follower.last_used):
-        follower = each.follower
-        num_passes = pages_for(follower.num_to_compute, num_rows)
-        is_cheap = num_passes * costs.pass_s <= _TRIAL_SHARE * follower.num_idle_steps * costs.step_s
-        if is_cheap and follower.num_idle_steps > min(2**follower.num_trials, _MOST_TO_WAIT):
-            follower.num_trials += 1
+        if _is_due(each.follower, num_running, costs):
+            each.follower.num_trials += 1
             each.num = 1
             return
+
+
+def _is_due(follower: Follower, num_running: int, costs: Costs) -> bool:
+    """Whether one may be tried: it costs little of the time since the last one, and might pay."""
+    if costs.rate(num_running + 1, 1) <= costs.rate(num_running, 0):
+        return False  # not even if it is right
+    cost_s = costs.pass_s + follower.num_to_compute * costs.token_s
+    has_waited = follower.num_idle_steps > min(2**follower.num_trials, _MOST_TO_WAIT)
+    return has_waited and cost_s <= _TRIAL_SHARE * follower.num_idle_steps * costs.step_s
 
 
 def _pays_to_read(follower: Follower, most: int, num: int, num_running: int, costs: Costs) -> bool:

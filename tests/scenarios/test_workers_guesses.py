@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,13 @@ from router.openai.grammar import of_choices
 from tandem.core.clock import VirtualClock
 from tandem.core.config import LimitsConfig
 from tandem.core.sampling import SamplingParams
+from tandem.engine.engine import Engine
+from tandem.engine.random_model import ModelSpec, save
+from tandem.worker.draft_model import DraftModel
+from tandem.worker.drafts import Drafts
 from tests.scenarios.test_workers_local import journals
 from tests.support.scripted_router import Ask, Outcome, Router
-from tests.support.worker_pair import CONFIG, SHARED_LOOP, WorkerPair, prompt_of, running_pair
+from tests.support.worker_pair import CONFIG, PAGE, SHARED_LOOP, WorkerPair, prompt_of, running_pair
 
 pytest_plugins = ["tests.support.worker_pair"]
 pytestmark = SHARED_LOOP
@@ -36,33 +41,49 @@ FORCED = {
 
 
 @pytest.fixture(scope="module")
-def guessing(worker_model_dir: Path) -> Iterator[WorkerPair]:
+def looking_up(worker_model_dir: Path) -> Iterator[WorkerPair]:
     with running_pair(worker_model_dir, config={**CONFIG, "speculation": {"lookup_tokens": 5}}) as pair:
         yield pair
 
 
 @pytest.fixture(scope="module")
 def drafting(worker_model_dir: Path) -> Iterator[WorkerPair]:
-    """Its draft is the model itself."""
-    speculation = {"draft_model": str(worker_model_dir), "draft_memory_bytes": 1 << 20}
+    """Its draft is the model itself with rounded weights: it is often right, and often wrong."""
+    speculation = {"draft_model": str(worker_model_dir), "draft_quantize": "int4", "draft_memory_bytes": 1 << 20}
     with running_pair(worker_model_dir, config={**CONFIG, "speculation": speculation}) as pair:
-        drafts = pair.decode.core._guesses.drafts
-        drafts._clock = VirtualClock()  # a pass of it takes as long as a step, which would not pay
+        drafts_of(pair)._clock = VirtualClock()  # a pass takes as long as a step here: by the clock it never pays
         yield pair
 
 
-async def test_a_draft_that_is_the_model_itself_is_always_right(drafting: WorkerPair, pair: WorkerPair) -> None:
-    counters = drafting.decode.parts.counters
-    outcomes = []
-    for one in (drafting, pair):
-        async with Router(one) as router:
-            asks = [Ask(prompt_of(45, seed), params_of(temperature=t), n=2) for seed, t in enumerate((0.0, 0.8))]
-            outcomes.append(await router.ask(*asks))
-        await one.settled()
-    for found, expected in zip(*outcomes, strict=True):
-        same(found, expected, 2)
-    print(counters)
-    assert counters.num_right_drafts == counters.num_drafts > 0
+@pytest.fixture(params=["looking_up", "drafting"])
+def guessing(request: pytest.FixtureRequest) -> WorkerPair:
+    pair: WorkerPair = request.getfixturevalue(request.param)
+    return pair
+
+
+def drafts_of(pair: WorkerPair) -> Drafts:
+    guesses = pair.decode.core._guesses
+    assert guesses is not None
+    assert isinstance(guesses.drafts, Drafts)
+    return guesses.drafts
+
+
+def counts_of(pair: WorkerPair) -> tuple[int, int]:
+    """Guesses, and how many of them were right."""
+    counters = pair.decode.parts.counters
+    return counters.num_guesses + counters.num_drafts, counters.num_right_guesses + counters.num_right_drafts
+
+
+@contextlib.contextmanager
+def proposing(pair: WorkerPair, engine: Engine) -> Iterator[None]:
+    """Another draft, for a while."""
+    drafts, target = drafts_of(pair), pair.decode.parts.engine
+    model = DraftModel(engine, target.vocab_size, target.sampler())
+    before, drafts._compute = drafts._compute, model
+    try:
+        yield
+    finally:
+        drafts._compute = before
 
 
 def params_of(**given: Any) -> SamplingParams:
@@ -80,8 +101,7 @@ def same(found: Outcome, expected: Outcome, num_choices: int) -> None:
 @pytest.mark.parametrize("given", FORCED.values(), ids=FORCED)
 async def test_outputs_are_the_same(guessing: WorkerPair, pair: WorkerPair, given: dict[str, Any], local: int) -> None:
     params, outcomes = params_of(**given), []
-    counters = guessing.decode.parts.counters
-    before = counters.num_guesses, counters.num_right_guesses
+    before = counts_of(guessing)
     for one in (guessing, pair):
         one.drop_caches()
         async with Router(one) as router:
@@ -90,8 +110,9 @@ async def test_outputs_are_the_same(guessing: WorkerPair, pair: WorkerPair, give
         outcomes.append(outcome)
     same(*outcomes, num_choices=2)
     if given and max(len(outcomes[0].ids(choice)) for choice in range(2)) > NUM_NEW // 2:
-        assert counters.num_guesses > before[0]
-        assert counters.num_right_guesses > before[1]
+        num, num_right = counts_of(guessing)
+        assert num > before[0]
+        assert num_right > before[1]
 
 
 async def test_many_beside_each_other_and_moves_of_journals(guessing: WorkerPair, pair: WorkerPair) -> None:
@@ -131,3 +152,49 @@ async def test_pages_of_what_was_guessed_are_right_for_the_next(guessing: Worker
         (anew,) = await router.ask(Ask(following, params_of(), local=512))
     assert found.ids() == anew.ids()
     await guessing.settled()
+
+
+@pytest.mark.parametrize("kind", ["itself", "a stranger"])
+async def test_the_draft_decides_how_many_and_not_what(
+    drafting: WorkerPair, pair: WorkerPair, worker_model_dir: Path, tmp_path: Path, kind: str
+) -> None:
+    model_dir = worker_model_dir if kind == "itself" else save(ModelSpec(layers=1, max_positions=512, seed=5), tmp_path)
+    engine = Engine.load(model_dir, page_size=PAGE, num_pages=85, num_threads=1, probe=False)
+    counters = drafting.decode.parts.counters
+    before, outcomes = (counters.num_drafts, counters.num_right_drafts), []
+    asks = [
+        Ask(prompt_of(45, seed), params_of(temperature=temperature), n=2)
+        for seed, temperature in enumerate((0.0, 0.8))
+    ]
+    for one in (drafting, pair):
+        one.drop_caches()
+        with proposing(one, engine) if one is drafting else contextlib.nullcontext():
+            async with Router(one) as router:
+                outcomes.append(await router.ask(*asks))
+            await one.settled()
+    for found, expected in zip(*outcomes, strict=True):
+        same(found, expected, 2)
+    num, num_right = counters.num_drafts - before[0], counters.num_right_drafts - before[1]
+    assert num > 0
+    if kind == "itself":
+        assert num_right == num > 60
+    else:
+        assert num_right < num / 4
+    assert drafts_of(drafting).pool.counts().used == 0
+
+
+async def test_where_pages_are_short_proposals_are_in_nobodys_way(drafting: WorkerPair, pair: WorkerPair) -> None:
+    params, outcomes = params_of(max_tokens=90), []
+    before = counts_of(drafting)
+    for one in (drafting, pair):
+        with one.hogged(one.decode, 20):
+            async with Router(one) as router:
+                outcomes.append(await router.ask(*(Ask(prompt_of(45, seed), params) for seed in range(3))))
+            preemptions = one.decode.parts.counters.num_preemptions
+        await one.settled()
+        assert preemptions
+    for found, expected in zip(*outcomes, strict=True):
+        same(found, expected, 1)
+    assert counts_of(drafting)[1] > before[1]
+    drafts_of(drafting).pool.check()
+    assert drafts_of(drafting).pool.counts().used == 0

@@ -384,6 +384,8 @@ class Serving:
         else:
             size = f"{human_bytes(facts.num_bytes)}, {read_scheme(facts.quantization).describe()}"
         self._reporter.line(f"  model       {facts.name} ({facts.architecture}, {size}) from {facts.directory}")
+        if draft := plan.config.speculation.draft_model:
+            self._reporter.line(f"  draft       {draft}, at each decode worker")
         self._reporter.line(
             f"  pools       {pools.prefill.workers} prefill, {pools.decode.workers} decode"
             + (f", {pools.routers} routers; " if pools.routers > 1 else "; ")

@@ -13,6 +13,7 @@ import pytest
 from state_files import cluster_file
 
 from tandem.cluster import statefile
+from tandem.cluster.checks.draft import draft_bytes
 from tandem.cluster.checks.host import Host, human_bytes, this_host
 from tandem.cluster.checks.preflight import WORKER_OVERHEAD_BYTES, Preflight, check_room, share_of_gpu
 from tandem.cluster.serve.banner import ready_banner
@@ -22,6 +23,7 @@ from tandem.core.identity import Role
 from tandem.core.model_path import TensorHead, read_facts, resolve_model
 from tandem.engine.quantized.scheme import read_scheme
 from tandem.engine.quantized.shapes import loaded_bytes
+from tandem.engine.random_model import make_tokenizer
 from tests.support import ports
 
 GIB = 1 << 30
@@ -250,6 +252,83 @@ def test_memory_is_shared_among_all_workers_and_capped(checkpoint: Path, free_po
     assert set(capped.kv_bytes.values()) == {GIB}
     asked = preflight(checkpoint, free_port, pools=pools, cache={"memory_bytes": 2 * GIB}).plan()
     assert set(asked.kv_bytes.values()) == {2 * GIB}
+
+
+@pytest.fixture
+def drafted(checkpoint: Path, tmp_path: Path) -> dict[str, Any]:
+    """Sections with a draft for the checkpoint: of the same tokens, with 1 MiB of weights in bfloat16."""
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (draft / name).write_bytes((checkpoint / name).read_bytes())
+    for directory in (checkpoint, draft):
+        make_tokenizer(300).save_pretrained(directory)
+    return {"speculation": {"draft_model": str(draft), "draft_memory_bytes": GIB}}
+
+
+def test_the_draft_is_counted_at_decode(checkpoint: Path, free_port: int, drafted: dict[str, Any]) -> None:
+    pools, cache = {"prefill": {"workers": 1}, "decode": {"workers": 3}}, {"max_memory_bytes": 0}
+    weights = 512 * 512 * 2
+    fixed = 4 * (WORKER_OVERHEAD_BYTES + weights) + 3 * (weights + GIB)
+    checked = preflight(checkpoint, free_port, pools=pools, cache=cache, **drafted)
+    assert set(checked.plan().kv_bytes.values()) == {int(0.7 * (16 * GIB - fixed)) // 4}
+    finding = checked.check_draft()
+    assert (finding.status, "draft: weights 512.0 KiB, pages 1.0 GiB" in finding.detail) == ("ok", True), finding
+    pools = {"prefill": {"workers": 1}, "decode": {"workers": 12}}
+    preflight(checkpoint, free_port, pools=pools).check_memory()
+    with pytest.raises(ConfigError, match="start fewer workers"):
+        preflight(checkpoint, free_port, pools=pools, **drafted).check_memory()
+    rounded = drafted["speculation"] | {"draft_quantize": "int8"}
+    config = from_dict({"model": {"path": str(checkpoint)}, "speculation": rounded})
+    assert draft_bytes(config) == GIB + weights * 3 // 2
+    kv_bytes = {"prefill": GIB, "decode": GIB}
+    check_room(config, HOST, kv_bytes, {"prefill": 9})
+    with pytest.raises(ConfigError, match="9 more workers need"):
+        check_room(config, HOST, kv_bytes, {"decode": 9})
+
+
+def test_workers_of_this_host_find_the_draft_where_it_was_checked(
+    checkpoint: Path, free_port: int, drafted: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = Path(drafted["speculation"]["draft_model"])
+    monkeypatch.chdir(draft.parent)
+    drafted["speculation"]["draft_model"] = "./draft"
+    plan = preflight(checkpoint, free_port, **drafted).plan()
+    assert plan.config.speculation.draft_model == str(draft)
+    monkeypatch.chdir("/")
+    assert Preflight(plan.config, HOST).check_draft().status == "ok"
+
+
+def test_a_draft_that_cannot_propose_is_refused_before_anything_starts(
+    checkpoint: Path, free_port: int, drafted: dict[str, Any], tmp_path: Path
+) -> None:
+    draft = Path(drafted["speculation"]["draft_model"])
+
+    def refusal(**sections: Any) -> TandemError:
+        with pytest.raises(TandemError) as caught:
+            Preflight(from_dict({"model": {"path": str(checkpoint)}, **drafted, **sections}), HOST).check_draft()
+        return caught.value
+
+    pools = {"decode": {"gpus": 1}, "prefill": {"gpus": 1}}
+    assert "proposes on CPUs only" in refusal(pools=pools).message
+    small = {"speculation": {"draft_model": str(draft), "draft_memory_bytes": 1 << 20}}
+    pages = {"cache": {"page_size": 1024}, "scheduling": {"chunk_size": 1024}}
+    assert "a page of draft takes 2097152" in refusal(**small, **pages).message
+    assert "there is no directory" in refusal(speculation={"draft_model": str(tmp_path / "none")}).message
+    make_tokenizer(301).save_pretrained(draft)
+    error = refusal()
+    assert isinstance(error, ConfigError)
+    assert error.key == "speculation.draft_model"
+    assert "it has 301 tokens, the model 300" in error.message
+    (draft / "tokenizer.json").unlink()
+    assert "tokenizer.json is missing" in refusal().message
+
+
+def test_a_simulated_engine_takes_no_draft() -> None:
+    model = {"engine": "simulated", "time_model": "times.yaml"}
+    with pytest.raises(ConfigError) as caught:
+        from_dict({"model": model, "speculation": {"draft_model": "embedded"}})
+    assert caught.value.key == "speculation.draft_model"
 
 
 def test_threads_are_an_equal_share_unless_set(checkpoint: Path, free_port: int) -> None:

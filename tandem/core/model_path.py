@@ -259,6 +259,8 @@ def _read_head(file: Path) -> dict[str, Any]:
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
+            if length > file.stat().st_size:
+                raise ValueError(f"its head is to have {length} bytes")
             head: dict[str, Any] = json.loads(stream.read(length))
     except (OSError, ValueError, struct.error) as error:
         raise ModelLoadError(f"{file} is not a safetensors file: {error}") from error

@@ -11,6 +11,7 @@ from tandem.core.config import Config
 from tandem.core.draft import DRAFT_KEY, check_vocabularies
 from tandem.core.errors import ConfigError, TandemError
 from tandem.core.model_path import resolve_model
+from tandem.core.pooling import read_pooling
 from tandem.core.sampling import SampledToken
 from tandem.engine.engine import Engine, SequenceInput
 from tandem.worker.drafts import DraftInput
@@ -76,6 +77,8 @@ def load_draft(
         why = "it pools and generates nothing" if target.pooling is not None else "proposals are made on CPUs only"
         raise ConfigError(f"{DRAFT_KEY} has no use with this model: {why}; leave it out", key=DRAFT_KEY)
     draft_dir = resolve_model(wanted.draft_model)
+    if read_pooling(draft_dir) is not None:
+        raise ConfigError(f"{DRAFT_KEY} {draft_dir} pools; name a model that generates", key=DRAFT_KEY)
     check_vocabularies(target_dir, draft_dir)
     draft = Engine.load(
         draft_dir,
@@ -85,7 +88,5 @@ def load_draft(
         num_threads=num_threads,
         weight_register=weight_register,
     )
-    if draft.pooling is not None:
-        raise ConfigError(f"{DRAFT_KEY} {draft_dir} pools; name a model that generates", key=DRAFT_KEY)
     draft.warmup(0)
     return draft

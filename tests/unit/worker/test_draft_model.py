@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,11 @@ def loaded(target: Engine, target_dir: Path, draft: str | Path, **given: Any) ->
     return engine
 
 
+@pytest.fixture(scope="module")
+def itself(target: Engine, target_dir: Path) -> Engine:
+    return loaded(target, target_dir, target_dir, draft_memory_bytes=1 << 20)
+
+
 def asked(params: SamplingParams, position: int = 0) -> SampleRow:
     return SampleRow(SequenceState(TEXT), params, 0, position)
 
@@ -51,16 +57,14 @@ def test_without_a_draft_there_is_none(target: Engine, target_dir: Path) -> None
     assert load_draft(from_dict({}), target, target_dir, num_threads=1, weight_register=None) is None
 
 
-def test_it_has_pages_of_its_own_within_their_bound(target: Engine, target_dir: Path) -> None:
-    draft = loaded(target, target_dir, target_dir, draft_memory_bytes=1 << 20)
-    assert draft.arena is not target.arena
-    assert draft.arena.num_bytes <= 1 << 20 < draft.arena.num_bytes + draft.layout.page_bytes
+def test_it_has_pages_of_its_own_within_their_bound(target: Engine, itself: Engine) -> None:
+    assert itself.arena is not target.arena
+    assert itself.arena.num_bytes <= 1 << 20 < itself.arena.num_bytes + itself.layout.page_bytes
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_model_itself_proposes_what_the_step_draws(target: Engine, target_dir: Path, temperature: float) -> None:
-    draft = loaded(target, target_dir, target_dir, draft_memory_bytes=1 << 20)
-    propose, params = DraftModel(draft, target.vocab_size, target.sampler()), SamplingParams(temperature, seed=3)
+def test_the_model_itself_proposes_what_the_step_draws(target: Engine, itself: Engine, temperature: float) -> None:
+    propose, params = DraftModel(itself, target.vocab_size, target.sampler()), SamplingParams(temperature, seed=3)
     for position in range(8):
         row = asked(params, position)
         ((drawn,),) = target.sampler()(target.forward([SequenceInput(TEXT, 0, [0])]), [[row]])
@@ -83,12 +87,13 @@ def test_rows_beyond_the_tokens_may_differ(target: Engine, tmp_path: Path, rows:
     assert all(token is not None and 285 <= token < min(rows, 300) for token in found)
 
 
-def test_logits_of_which_nothing_can_be_drawn_propose_nothing(target: Engine, target_dir: Path) -> None:
-    draft = loaded(target, target_dir, target_dir, draft_memory_bytes=1 << 20)
-    draft.arena.tensor.fill_(float("nan"))
-    propose = DraftModel(draft, target.vocab_size, target.sampler())
-    assert propose([DraftInput([5], 4, [0], asked(SamplingParams()))]) == [None]
-    assert propose([DraftInput([5], 0, [1], asked(SamplingParams()))]) != [None]
+def test_logits_of_which_nothing_can_be_drawn_propose_nothing(target: Engine, itself: Engine) -> None:
+    itself.arena.tensor[:, 5].fill_(float("nan"))
+    propose = DraftModel(itself, target.vocab_size, target.sampler())
+    broken, whole = (DraftInput([5], 4, [page], asked(SamplingParams())) for page in (5, 6))
+    found = propose([broken, whole])
+    assert found[0] is None
+    assert found[1] is not None
 
 
 def test_other_tokens_are_refused_by_the_first(target: Engine, target_dir: Path, tmp_path: Path) -> None:
@@ -99,7 +104,7 @@ def test_other_tokens_are_refused_by_the_first(target: Engine, target_dir: Path,
     text = (target_dir / "tokenizer.json").read_text()
     swapped = save(SMALL, tmp_path / "swapped")
     assert text.count('"Ġw299"') == text.count('"Ġw298"') == 1
-    exchanged = text.replace('"Ġw299"', '"?"').replace('"Ġw298"', '"Ġw299"').replace('"?"', '"Ġw298"')
+    exchanged = text.replace('"Ġw299"', '"other"').replace('"Ġw298"', '"Ġw299"').replace('"other"', '"Ġw298"')
     (swapped / "tokenizer.json").write_text(exchanged)
     with pytest.raises(ConfigError, match="token 298 as 'Ġw299', the model as 'Ġw298'"):
         loaded(target, target_dir, swapped)
@@ -114,8 +119,10 @@ def test_what_cannot_be_loaded_or_is_of_no_use_is_refused(target: Engine, target
         loaded(target, target_dir, broken)
     with pytest.raises(ConfigError, match="has another vocabulary"):
         loaded(target, target_dir, EMBEDDED_MODEL)
-    embeds = save(SMALL, tmp_path / "embeds")
-    (embeds / "modules.json").write_text("[]")
-    with pytest.raises((ConfigError, ModelLoadError)):
-        loaded(target, target_dir, embeds)
+    scores = save(SMALL, tmp_path / "scores")
+    config = json.loads((scores / "config.json").read_text())
+    one_label = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
+    (scores / "config.json").write_text(json.dumps(config | one_label))
+    with pytest.raises(ConfigError, match="name a model that generates"):
+        loaded(target, target_dir, scores)
     assert torch.isfinite(target.forward([SequenceInput(TEXT, 0, [0])])).all()

@@ -122,13 +122,15 @@ class Follower:
         return len(self.sequence.token_ids) - self.num_known
 
     def note_sampled(self) -> None:
-        """The KV of proposals that came is that of the sequence."""
+        """The KV of proposals that came is the sequence's own."""
         token_ids = self.sequence.token_ids
         for token_id in self.ahead:
             if self.num_known == len(token_ids) or token_ids[self.num_known] != token_id:
                 break
             self.num_known += 1
         self.ahead = []
+        # Behind the newest token something is drawn, also once more where no step came between.
+        self.num_known = min(self.num_known, len(token_ids) - 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,11 @@ from tandem.core.pages import PagePool
 from tandem.core.sampling import SampledToken, SampleRow, SamplingParams
 from tandem.worker.batch import SchedulerLimits
 from tandem.worker.counters import WorkerCounters
+from tandem.worker.drafts import DraftInput, Drafts
 from tandem.worker.guesses import Guesses
 from tandem.worker.load import LoadReport
 from tandem.worker.pacing import Pacing
-from tandem.worker.request import AttemptFailed, AttemptSpec, RequestLimits, TokenSampled
+from tandem.worker.request import AttemptFailed, AttemptSpec, ChoiceJournal, RequestLimits, TokenSampled
 from tandem.worker.runner import Runner, inputs_of
 from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.sequence import FinishReason
@@ -329,11 +330,21 @@ def test_the_core_needs_no_tensors_no_wire_and_no_process() -> None:
 class Told(World):
     """Its model says what follows: by position of the output, whatever came before."""
 
-    def __init__(self, text: list[int], *, most: int = 5) -> None:
-        super().__init__(guesses=Guesses(most, 6, PAGE, max_context=100, ends=frozenset([EOS])))
+    def __init__(self, text: list[int], *, most: int = 5, drafts: bool = False, num_pages: int = 40) -> None:
+        self.drafts = Drafts(
+            self.propose, PagePool(20, PAGE), most=4, num_rows=6, max_context=100, vocab_size=100,
+            ends=frozenset([EOS]), clock=VirtualClock(),
+        )  # fmt: skip
+        proposer = self.drafts if drafts else None
+        super().__init__(num_pages, Guesses(most, 6, PAGE, 100, frozenset([EOS]), proposer))
         self.text = text
+        self.wrong: set[int] = set()  # where the draft proposes another token
         self.num_steps = 0
         self.positions: list[list[int]] = []
+
+    def propose(self, inputs: Sequence[DraftInput]) -> list[int | None]:
+        rows = [each.row for each in inputs]
+        return [self.text[row.position] + (row.position in self.wrong) if row is not None else None for row in rows]
 
     def sample(self, logits: Any, rows: Sequence[Sequence[SampleRow]]) -> list[list[SampledToken | TandemError]]:
         assert logits is None or len(logits) == len(rows)
@@ -428,6 +439,70 @@ def test_an_error_behind_a_right_guess_ends_the_attempt_and_leaves_nothing() -> 
         world.step()
     assert any(isinstance(event, AttemptFailed) for event in world.events)
     assert len(world.tokens()) < 24
+    world.assert_empty()
+
+
+def test_a_draft_proposes_where_lookup_finds_nothing() -> None:
+    text = [*[11, 12, 13, 14] * 5, *range(20, 50)]
+    alone, world = Told(text), Told(text, drafts=True)
+    world.wrong = {30, 38, 39}
+    for each in (alone, world):
+        params = SamplingParams(temperature=0, max_tokens=len(text))
+        each.role.reserve(SESSION, AttemptSpec(AttemptKey("r", 1), 0, (2, 3, 4), params, 1), 99)
+        while each.role.ledger.attempts:
+            each.step()
+        assert [token for _, token, _ in each.tokens()] == text
+    counters = world.counters
+    assert counters.num_right_guesses > 0, "what came before is looked up"
+    assert 0 < counters.num_right_drafts < counters.num_drafts
+    assert world.num_steps == len(text) - counters.num_right_guesses - counters.num_right_drafts < alone.num_steps
+    world.assert_empty()
+    assert world.drafts.pool.counts().used > 0
+    world.role.before_schedule()
+    assert world.drafts.pool.counts().used == 0
+    assert alone.counters.num_drafts == 0
+
+
+def test_pages_of_the_draft_go_with_the_attempt_however_it_ends() -> None:
+    params = SamplingParams(temperature=0, max_tokens=40)
+    world = Told(list(range(11, 60)), most=0, drafts=True)
+    key = AttemptKey("r", 1)
+    world.role.reserve(SESSION, AttemptSpec(key, 0, (2, 3, 4), params, 1), 99)
+    for _ in range(6):
+        world.step()
+    assert world.counters.num_right_drafts
+    assert world.drafts.pool.counts().used
+    world.role.cancel(key)
+    world.role.before_schedule()
+    assert world.drafts.pool.counts().used == 0
+    # Another attempt, elsewhere or here, goes on behind what the client has.
+    retry = AttemptSpec(AttemptKey("r", 2), 0, (2, 3, 4), params, 1, (ChoiceJournal(0, tuple(range(11, 18))),))
+    world.take()
+    world.role.reserve(SESSION, retry, 99)
+    while world.role.ledger.attempts:
+        world.step()
+    assert [(index, token) for index, token, _ in world.tokens()] == [(n, 11 + n) for n in range(7, 40)]
+    world.role.before_schedule()
+    assert world.drafts.pool.counts().used == 0
+    world.assert_empty()
+
+
+def test_a_preempted_sequence_loses_its_pages_of_the_draft() -> None:
+    """Two fill all pages: the second gives up its own, and is replayed when the first has ended."""
+    world = Told(list(range(11, 60)), most=0, drafts=True, num_pages=12)
+    params = SamplingParams(temperature=0, max_tokens=36)
+    for name in ("one", "other"):
+        world.role.reserve(SESSION, AttemptSpec(AttemptKey(name, 1), 0, (2, 3, 4), params, 1), 99)
+    while world.role.ledger.attempts:
+        world.step()
+        held = {sequence for sequence, follower in world.drafts._followers.items() if follower.pages}
+        before = set(world.scheduler.running)
+        world.role.before_schedule()
+        assert held & before >= {s for s, f in world.drafts._followers.items() if f.pages} & held
+        assert all(sequence in before for sequence in world.drafts._followers)
+    assert world.counters.num_preemptions
+    assert world.counters.num_right_drafts
+    assert sorted(token for _, token, _ in world.tokens()) == sorted([*range(11, 47)] * 2)
     world.assert_empty()
 
 

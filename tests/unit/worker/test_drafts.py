@@ -235,6 +235,18 @@ def test_what_does_not_fit_is_left_alone() -> None:
     assert all(max(context) < 30 for context in strange.model.contexts)
 
 
+def test_without_a_step_between_the_same_is_proposed_again() -> None:
+    """No page could be had for the step, say."""
+    world, text = World(), sequence([1, 2, 3])
+    world.run(12, text)
+    world.guesses.plan([text])
+    first = text.guesses
+    world.guesses.plan([text])
+    assert text.guesses == first != ()
+    world.run(20, text)
+    assert world.num_right == world.num_proposed
+
+
 def test_ends_are_not_proposed() -> None:
     world, text = World(), sequence([1, 2, 3])
     text.params = SamplingParams(max_tokens=1000, stop_token_ids=tuple(range(0, VOCAB, 2)))

@@ -299,6 +299,8 @@ class Drafts:
         for follower, token_ids in proposed.items():
             follower.ahead = token_ids[:-1]
             follower.sequence.guesses, follower.sequence.guessed_by = tuple(token_ids), follower
+            if not token_ids:  # a pass that gave nothing is worth as much as one that was wrong
+                follower.judge(1, 0)
 
     def _timed(self, inputs: list[DraftInput]) -> list[int | None]:
         began_s = self._clock.now()
@@ -323,8 +325,9 @@ class Drafts:
             if self._is_ready(follower) or budget < 1:
                 continue
             end = follower.num_known + min(budget, follower.num_to_compute - 1)
-            pays = _pays_to_read(follower, min(self._most, -(-room // num)), num, num_running, costs)
-            if (pays or _is_due(follower, num_running, costs)) and self._can_read(follower, end) and self._take_pages(follower, end):
+            most = min(self._most, -(-room // num))
+            pays = _pays_to_read(follower, most, num, num_running, costs) or _is_due(follower, num_running, costs)
+            if pays and self._can_read(follower, end) and self._take_pages(follower, end):
                 inputs.append(_chunk(follower, end))
                 budget -= end - follower.num_known
                 follower.num_known, follower.last_used = end, self._num_plans
@@ -351,7 +354,10 @@ class Drafts:
             others = [other for other in self._followers.values() if other.pages]
             resting = sorted((other for other in others if other.rank < 0), key=lambda other: other.last_used)
             behind = sorted((other for other in others if other.rank > follower.rank), key=lambda other: -other.rank)
-            for other in (*resting, *behind):
+            victims = [*resting, *behind]
+            if num_missing > self.pool.num_available + sum(len(other.pages) for other in victims):
+                return False
+            for other in victims:
                 if num_missing <= self.pool.num_available:
                     break
                 self._let_go(other)

@@ -310,6 +310,29 @@ def test_a_draft_that_is_always_wrong_costs_next_to_nothing() -> None:
     assert not world.num_right
 
 
+@pytest.mark.parametrize("kind", ["nothing", "an end"])
+def test_a_draft_that_says_nothing_is_asked_seldom(kind: str) -> None:
+    """It gives no numbers, or ends a text that goes on."""
+    world = World(step_s=0.01, pass_s=0.001)
+    world.drafts._compute = lambda inputs: [None if kind == "nothing" else EOS for _ in inputs]
+    world.run(50, sequence([1, 2, 3]))
+    before = world.drafts._num_plans, world.clock.now()
+    text = sequence([1, 2, 4])
+    num_passes = 0
+
+    def compute(inputs: SeqOf[DraftInput]) -> list[int | None]:
+        nonlocal num_passes
+        num_passes += 1
+        world.clock.advance(0.001)
+        return [None if kind == "nothing" else EOS for _ in inputs]
+
+    world.drafts._compute = compute
+    world.run(500, text)
+    assert world.drafts._num_plans - before[0] == 500
+    assert 0 < num_passes < 100
+    assert not world.num_proposed
+
+
 def test_a_draft_that_is_right_again_is_heard_again() -> None:
     is_good = False
     world = World(step_s=0.01, pass_s=0.001, is_right=lambda _: is_good)

@@ -36,6 +36,8 @@ class VllmNames(Collector):
         yield self._counter("generation_tokens", "Tokens given out", metrics.output_tokens)
         yield self._counter("num_preemptions", "Requests that lost their pages for a while", metrics.preemptions)
         yield self._counter("prefix_cache_hits", "Prompt tokens found in a cache", metrics.prompt_tokens_cached)
+        yield self._counter("spec_decode_num_draft_tokens", "Tokens proposed", metrics.guesses)
+        yield self._counter("spec_decode_num_accepted_tokens", "Proposed tokens that came", metrics.right_guesses)
         both = (metrics.prompt_tokens_cached, metrics.prompt_tokens_computed)
         yield self._counter("prefix_cache_queries", "Prompt tokens looked for in a cache", *both)
         ended = CounterMetricFamily(

@@ -233,6 +233,24 @@ def test_the_speed_of_prefill_is_learnt_from_its_prompts() -> None:
     assert 1000.0 < registry.snapshot().prefill_tokens_per_s < 2000.0
 
 
+async def test_guesses_are_counted_by_who_made_them() -> None:
+    registry = Registry()
+    registry.states = dict.fromkeys(["decode-0", "decode-1"], "ready")
+    registry.push()
+    for name in registry.states:
+        registry.greet(name)
+    registry.hear("decode-0", guesses=5, right_guesses=2)
+    registry.hear("decode-1", drafts=40, right_drafts=30)
+    registry.hear("decode-1", guesses=1, drafts=44, right_drafts=33)
+    metrics = registry._metrics
+    for counter, expected in (
+        (metrics.guesses, {"lookup": 6.0, "draft": 44.0}),
+        (metrics.right_guesses, {"lookup": 2.0, "draft": 33.0}),
+    ):
+        samples = next(iter(counter.collect())).samples
+        assert {s.labels["source"]: s.value for s in samples if s.name.endswith("_total")} == expected
+
+
 async def test_what_steps_take_in_which_decode_computes_prompts_is_learnt() -> None:
     registry = Registry()
     registry.states = dict.fromkeys(["prefill-0", "decode-0", "decode-1"], "ready")

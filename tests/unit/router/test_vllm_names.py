@@ -19,6 +19,7 @@ def test_what_was_made_for_vllm_finds_its_figures(make_site: Callable[..., Site]
         "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc",
         "vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:request_success_total",
         "vllm:num_preemptions_total",
+        "vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total",
         "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total", "vllm:time_to_first_token_seconds_bucket",
         "vllm:inter_token_latency_seconds_sum", "vllm:time_per_output_token_seconds_count",
         "vllm:e2e_request_latency_seconds_bucket", "vllm:request_queue_time_seconds_count",

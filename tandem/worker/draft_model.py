@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence as SeqOf
 from pathlib import Path
 
-import torch
-
 from tandem.core.config import Config
 from tandem.core.draft import DRAFT_KEY, check_vocabularies
 from tandem.core.errors import ConfigError, TandemError
@@ -14,6 +12,7 @@ from tandem.core.model_path import resolve_model
 from tandem.core.pooling import read_pooling
 from tandem.core.sampling import SampledToken
 from tandem.engine.engine import Engine, SequenceInput
+from tandem.engine.sampler import Logits
 from tandem.worker.drafts import DraftInput
 from tandem.worker.step import SampleTokens
 from tandem.worker.step_engine import StepEngine
@@ -44,12 +43,14 @@ class DraftModel:
         return [_token(*next(sampled)) if each.row is not None else None for each in inputs]
 
 
-def _as_wide(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """`[rows, vocab_size]`: what is there no more is cut off, and what is missing is never drawn."""
-    missing = vocab_size - logits.shape[1]
-    if missing > 0:
-        return torch.nn.functional.pad(logits, (0, missing), value=_NEVER)
-    return logits[:, :vocab_size] if missing else logits
+def _as_wide(logits: Logits, vocab_size: int) -> Logits:
+    """`[rows, vocab_size]`: what is beyond is cut off, and what is missing is never drawn."""
+    num_rows, size = logits.shape
+    if size >= vocab_size:
+        return logits[:, :vocab_size]
+    wide = logits.new_full((num_rows, vocab_size), _NEVER)
+    wide[:, :size] = logits
+    return wide
 
 
 def _token(sampled: SampledToken | TandemError) -> int | None:

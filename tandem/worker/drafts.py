@@ -99,7 +99,7 @@ class Follower:
 
     sequence: Sequence
     acceptance: Acceptance
-    of_all: Acceptance
+    of_all: Acceptance  # those that begin take it over
     pages: PageTable[int] = field(default_factory=page_table)
     num_known: int = 0
     ahead: list[int] = field(default_factory=list)
@@ -191,7 +191,8 @@ class Drafts:
         self._clock = clock
         # Of sequences in the batch; invariant: nobody else holds pages of the pool.
         self._followers: dict[Sequence, Follower] = {}
-        self._acceptance = Acceptance()
+        # Of texts that follow a grammar, which the draft does not know, and of all others.
+        self._acceptance = {True: Acceptance(), False: Acceptance()}
         self._plain, self._checked, self._pass, self._token = Timing(), Timing(), Timing(), Timing()
         self._num_plans = 0
         self._num_failed = 0
@@ -244,7 +245,8 @@ class Drafts:
     def _candidate(self, rank: int, sequence: Sequence, most: int) -> Candidate:
         follower = self._followers.get(sequence)
         if follower is None:
-            follower = Follower(sequence, Acceptance(self._acceptance.value), self._acceptance)
+            of_all = self._acceptance[bool(sequence.params.grammar)]
+            follower = Follower(sequence, Acceptance(of_all.value), of_all)
             self._followers[sequence] = follower
         follower.rank = rank
         follower.num_idle_steps += 1

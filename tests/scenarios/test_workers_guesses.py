@@ -47,7 +47,7 @@ def looking_up(worker_model_dir: Path) -> Iterator[WorkerPair]:
 
 
 @pytest.fixture(scope="module")
-def drafting(worker_model_dir: Path) -> Iterator[WorkerPair]:
+def drafting_pair(worker_model_dir: Path) -> Iterator[WorkerPair]:
     """Its draft is the model itself with rounded weights: it is often right, and often wrong."""
     speculation = {"draft_model": str(worker_model_dir), "draft_quantize": "int4", "draft_memory_bytes": 1 << 20}
     with running_pair(worker_model_dir, config={**CONFIG, "speculation": speculation}) as pair:
@@ -55,6 +55,14 @@ def drafting(worker_model_dir: Path) -> Iterator[WorkerPair]:
         drafts = drafts_of(pair)
         drafts._clock, drafts.step_took = VirtualClock(), lambda *_, **__: None  # type: ignore[method-assign]
         yield pair
+
+
+@pytest.fixture
+def drafting(drafting_pair: WorkerPair) -> WorkerPair:
+    """It has not learnt of the last test that its draft is wrong."""
+    for acceptance in drafts_of(drafting_pair)._acceptance.values():
+        acceptance.value = 0.7
+    return drafting_pair
 
 
 @pytest.fixture(params=["looking_up", "drafting"])
@@ -114,7 +122,8 @@ async def test_outputs_are_the_same(guessing: WorkerPair, pair: WorkerPair, give
     if given and max(len(outcomes[0].ids(choice)) for choice in range(2)) > NUM_NEW // 2:
         num, num_right = counts_of(guessing)
         assert num > before[0]
-        assert num_right > before[1]
+        if "grammar" not in given or guessing.decode.parts.draft is None:  # of which a draft does not know
+            assert num_right > before[1]
 
 
 async def test_many_beside_each_other_and_moves_of_journals(guessing: WorkerPair, pair: WorkerPair) -> None:

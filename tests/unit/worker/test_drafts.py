@@ -333,6 +333,20 @@ def test_a_draft_that_says_nothing_is_asked_seldom(kind: str) -> None:
     assert not world.num_proposed
 
 
+def test_texts_that_follow_a_grammar_say_nothing_of_others() -> None:
+    world = World(step_s=0.01, pass_s=0.001, is_right=lambda _: False)
+    text = sequence([1, 2, 3])
+    text.params = SamplingParams(max_tokens=1000, grammar="any")
+    world.run(300, text)
+    world.model.is_right = lambda _: True
+    before = world.num_steps
+    world.run(60, sequence([4, 5, 6]))
+    assert world.num_steps - before < 30
+    before = world.num_steps
+    world.run(30, text)
+    assert world.num_steps - before > 20
+
+
 def test_a_draft_that_is_right_again_is_heard_again() -> None:
     is_good = False
     world = World(step_s=0.01, pass_s=0.001, is_right=lambda _: is_good)

@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as SeqOf
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from statistics import median
 
 from tandem.core.clock import Clock
 from tandem.core.pages import PagePool, PageTable, page_table, pages_for
@@ -37,10 +36,14 @@ _CATCH_UP_SHARE, _TRIAL_SHARE = 0.5, 0.02
 _MOST_AT_ONCE = 512
 # What is taken for known until something is: the share of proposals that is right, and a pass of the draft in steps.
 _ACCEPTANCE, _PASS = 0.7, 0.2
+# A step with proposals takes so many times as long as one without, at most.
+_MOST_CHECKED = 1.5
 # How much the newest proposal tells of the next.
 _NEWEST = 0.15
 # Seconds after which what was learnt is forgotten, and what did not pay is tried anew.
 _HOLDS_S = 60.0
+# Something that took time counts from so many times on.
+_FEWEST_TIMES = 3
 # Steps between two proposals that are made to see whether they pay, at most.
 _MOST_TO_WAIT = 64
 # A draft that fails so many times in a row takes the worker with it.
@@ -62,7 +65,10 @@ DraftPass = Callable[[SeqOf[DraftInput]], list[int | None]]
 
 
 class Timing:
-    """How long something takes: the median of the last few times, in seconds."""
+    """How long something takes, in seconds: the lower quartile of the last few times.
+
+    What else the machine does adds to them, and never takes away.
+    """
 
     def __init__(self) -> None:
         self._took: deque[float] = deque(maxlen=9)
@@ -75,8 +81,10 @@ class Timing:
         self._ends_s = now_s + _HOLDS_S
 
     def at(self, now_s: float) -> float | None:
-        """`None`: it is not known, or too long ago."""
-        return median(self._took) if self._took and now_s < self._ends_s else None
+        """`None`: it is not known, or too long ago. The first time alone may be that of memory that was not there."""
+        if len(self._took) < _FEWEST_TIMES or now_s >= self._ends_s:
+            return None
+        return sorted(self._took)[len(self._took) // 4]
 
 
 @dataclass(slots=True)
@@ -267,12 +275,13 @@ class Drafts:
         step_s = self._plain.at(now_s) or checked_s
         if not step_s:
             step_s, checked_s, pass_s, token_s = 1.0, 1.0, _PASS, None
-        if not pass_s:
-            pass_s = token_s * self._num_rows if token_s else _PASS * step_s
+        pass_s = pass_s or _PASS * step_s  # too low at worst: then it is learnt
         # As long as nothing is known of prompts, they are read by chunks that take two passes at most.
         token_s, most = (token_s, _MOST_AT_ONCE) if token_s else (pass_s / self._num_rows, 2 * self._num_rows)
         most = max(self._num_rows, min(most, int(_CATCH_UP_SHARE * step_s / token_s)))
-        return Costs(step_s, checked_s or step_s, pass_s, token_s, most)
+        # Both are of other moments: more than so much between them is what else the machine did.
+        checked_s = min(checked_s or step_s, _MOST_CHECKED * step_s)
+        return Costs(step_s, checked_s, pass_s, token_s, most)
 
     def _prepares(self, each: Candidate) -> bool:
         """Whether its proposals can be made now: who comes before it may have taken its pages."""
@@ -292,7 +301,10 @@ class Drafts:
             if not going_on:
                 break
             inputs = [_input(follower, proposed[follower]) for follower in going_on]
-            for follower, token_id in zip(going_on, self._timed(inputs), strict=True):
+            began_s = self._clock.now()
+            tokens = self._compute(inputs)
+            self._learn(self._pass, began_s)
+            for follower, token_id in zip(going_on, tokens, strict=True):
                 if not place:
                     follower.num_known = len(follower.sequence.token_ids)
                     follower.num_idle_steps, follower.last_used = 0, self._num_plans
@@ -304,16 +316,10 @@ class Drafts:
             if not token_ids:  # a pass that gave nothing is worth as much as one that was wrong
                 follower.judge(1, 0)
 
-    def _timed(self, inputs: list[DraftInput]) -> list[int | None]:
-        began_s = self._clock.now()
-        tokens = self._compute(inputs)
+    def _learn(self, timing: Timing, began_s: float, num: int = 1) -> None:
+        """So many took from `began_s` until now."""
         now_s = self._clock.now()
-        num_tokens = sum(len(each.token_ids) for each in inputs)
-        if num_tokens <= self._num_rows:
-            self._pass.learn(now_s - began_s, now_s)
-        else:
-            self._token.learn((now_s - began_s) / num_tokens, now_s)
-        return tokens
+        timing.learn((now_s - began_s) / num, now_s)
 
     # -- prompts
 
@@ -334,7 +340,9 @@ class Drafts:
                 budget -= end - follower.num_known
                 follower.num_known, follower.last_used = end, self._num_plans
         if inputs:
-            self._timed(inputs)
+            began_s = self._clock.now()
+            self._compute(inputs)
+            self._learn(self._token, began_s, sum(len(each.token_ids) for each in inputs))
 
     def _can_read(self, follower: Follower, end: int) -> bool:
         """Whether the draft knows the tokens before the `end`th that it has not computed."""

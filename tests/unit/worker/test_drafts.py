@@ -264,8 +264,10 @@ def test_a_prompt_is_read_when_that_would_have_paid() -> None:
     for num_tokens in (3, 20, 55):
         before = len(world.model.passes)
         world.run(num_tokens, sequence([token % VOCAB for token in range(2000)]))
-        # The first time it is not known yet how long prompts take.
-        assert [sum(of_pass) for of_pass in world.model.passes[before:]] in ([], [24]), num_tokens
+        # At first it is not known yet how long prompts take.
+        chunks = [sum(of_pass) for of_pass in world.model.passes[before:]]
+        assert len(chunks) <= 3, num_tokens
+        assert set(chunks) <= {24}
     text = sequence([token % VOCAB for token in range(2000)])
     began_s, before = world.clock.now(), len(world.model.passes)
     world.run(1000, text)
@@ -279,7 +281,8 @@ def test_a_prompt_is_read_when_that_would_have_paid() -> None:
 def test_no_prompt_is_read_for_an_output_that_must_end_soon() -> None:
     world = World(step_s=1.0, pass_s=0.24, token_s=0.02)
     world.run(60, sequence([1, 2, 3]))
-    world.run(60, sequence([token % VOCAB for token in range(40)]))
+    for _ in range(3):
+        world.run(60, sequence([token % VOCAB for token in range(40)]))
     before = len(world.model.passes)
     short = sequence([token % VOCAB for token in range(2000)], num_output=500, max_tokens=540)
     world.run(39, short)

@@ -36,7 +36,7 @@ from tandem.rpc.v1.decode_pb2_grpc import DecodeServiceStub
 from tandem.worker.parts import WorkerPlace
 from tandem.worker.process import WorkerProcess
 
-_PROMPT = 256  # tokens
+_PROMPT = 128  # tokens
 _KV_BYTES = 512 << 20
 _LETTERS = "abcdefghijklmnopqrstuvwxyz "
 
@@ -72,7 +72,7 @@ def request_of(load: Load, tokenizer: Tokenizer, seed: int, num_output: int) -> 
     grammar = ""
     if load.copies:
         pieces = ["".join(random.choice(list(_LETTERS), 24)) for _ in range(max(2, num_output // 24))]
-        prompt = [token for piece in pieces for token in tokenizer.encode(piece)][: 2 * _PROMPT]
+        prompt = [token for piece in pieces for token in tokenizer.encode(piece)][: 4 * _PROMPT]
         others = ["".join(random.choice(list(_LETTERS), 24)) for _ in pieces]
         both = enumerate(zip(pieces, others, strict=True))
         text = "".join(piece if index % 2 else other for index, (piece, other) in both)
@@ -92,6 +92,7 @@ class Session:
         self._call = stub.Session()
         self._tokens: dict[str, list[int]] = defaultdict(list)
         self._ended: dict[str, asyncio.Future[None]] = {}
+        self._writing = asyncio.Lock()
         self._reading = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
@@ -112,7 +113,8 @@ class Session:
             request_id=name, attempt=1, prompt_ids=prompt, sampling=sampling_to_proto(params),
             max_local_tokens=len(prompt),
         )  # fmt: skip
-        await self._call.write(decode_pb.DecodeCommand(reserve=reserve))
+        async with self._writing:  # a stream takes one at a time
+            await self._call.write(decode_pb.DecodeCommand(reserve=reserve))
         await ended
         return self._tokens.pop(name)
 
@@ -175,7 +177,8 @@ async def measure(ways: list[Way], model: Path, num_rounds: int, num_output: int
             seeds = range(1000 * number, 1000 * number + load.num_streams)
             requests = [request_of(load, tokenizer, seed, num_output) for seed in seeds]
             expected: list[list[int]] = []
-            for way in ways:
+            first = number % len(ways)
+            for way in (*ways[first:], *ways[:first]):
                 rate, outputs = await way.run(load, requests)
                 expected = expected or outputs
                 num_other[way.name] += outputs != expected
@@ -199,8 +202,8 @@ def main() -> None:
     parser.add_argument("--draft", default="", help="the draft's checkpoint (default: the model's own)")
     parser.add_argument("--quantize", default="int8", help="how the draft's weights are rounded (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=4, help="speculation.draft_tokens (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="for each load (default: %(default)s)")
-    parser.add_argument("--output", type=int, default=240, help="tokens of each request (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=8, help="for each load (default: %(default)s)")
+    parser.add_argument("--output", type=int, default=400, help="tokens of each request (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of each worker (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write everything there")
     options = parser.parse_args()

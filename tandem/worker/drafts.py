@@ -15,7 +15,6 @@ Reference: Leviathan et al., "Fast Inference from Transformers via Speculative D
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as SeqOf
 from dataclasses import dataclass, field, replace
@@ -24,26 +23,14 @@ from itertools import accumulate
 from tandem.core.clock import Clock
 from tandem.core.pages import PagePool, PageTable, page_table, pages_for
 from tandem.core.sampling import SampleRow
+from tandem.worker.draft_costs import Acceptance, Costs, Timing, Timings
 from tandem.worker.guesses import Source, may_end
 from tandem.worker.sequence import Sequence
 
 _log = logging.getLogger(__name__)
 
-# Of a step's time: so much longer may a step begin for a prompt that the draft computes, and so much may proposals cost
-# that are made to see whether they pay.
-_CATCH_UP_SHARE, _TRIAL_SHARE = 0.5, 0.02
-# Tokens of prompts that the draft computes at once, at most.
-_MOST_AT_ONCE = 512
-# What is taken for known until something is: the share of proposals that is right, and a pass of the draft in steps.
-_ACCEPTANCE, _PASS = 0.7, 0.2
-# A step with proposals takes so many times as long as one without, at most.
-_MOST_CHECKED = 1.5
-# How much the newest proposal tells of the next.
-_NEWEST = 0.15
-# Seconds after which what was learnt is forgotten, and what did not pay is tried anew.
-_HOLDS_S = 60.0
-# Something that took time counts from so many times on.
-_FEWEST_TIMES = 3
+# Of the time since the last one: so much may a proposal cost that is made to see whether they pay.
+_TRIAL_SHARE = 0.02
 # Steps between two proposals that are made to see whether they pay, at most.
 _MOST_TO_WAIT = 64
 # A draft that fails so many times in a row takes the worker with it.
@@ -62,40 +49,6 @@ class DraftInput:
 
 DraftPass = Callable[[SeqOf[DraftInput]], list[int | None]]
 """Computes one batch; returns the token of each input, `None` where none is asked for or none can be drawn."""
-
-
-class Timing:
-    """How long something takes, in seconds: the lower quartile of the last few times.
-
-    What else the machine does adds to them, and never takes away.
-    """
-
-    def __init__(self) -> None:
-        self._took: deque[float] = deque(maxlen=9)
-        self._ends_s = float("-inf")
-
-    def learn(self, seconds: float, now_s: float) -> None:
-        if now_s >= self._ends_s:
-            self._took.clear()
-        self._took.append(seconds)
-        self._ends_s = now_s + _HOLDS_S
-
-    def at(self, now_s: float) -> float | None:
-        """`None`: it is not known, or too long ago. The first time alone may be that of memory that was not there."""
-        if len(self._took) < _FEWEST_TIMES or now_s >= self._ends_s:
-            return None
-        return sorted(self._took)[len(self._took) // 4]
-
-
-@dataclass(slots=True)
-class Acceptance:
-    """The share of proposals that is right, behind others that are."""
-
-    value: float = _ACCEPTANCE
-
-    def learn(self, num: int, num_right: int) -> None:
-        for is_right in [True] * num_right + [False] * (num_right < num):
-            self.value += _NEWEST * (is_right - self.value)
 
 
 @dataclass(slots=True, eq=False)
@@ -139,21 +92,6 @@ class Follower:
         self.ahead = []
         # Behind the newest token something is drawn, also once more where no step came between.
         self.num_known = min(self.num_known, len(token_ids) - 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """How long things take, in seconds or all in steps: only their ratios count."""
-
-    step_s: float  # without proposals
-    checked_s: float  # with some
-    pass_s: float  # of the draft, of few rows
-    token_s: float  # of a prompt that the draft computes
-    most_at_once: int  # of these tokens
-
-    def rate(self, num_tokens: float, num_passes: int) -> float:
-        """Tokens a second of steps that give so many behind so many passes."""
-        return num_tokens / (self.checked_s + num_passes * self.pass_s if num_passes else self.step_s)
 
 
 @dataclass(slots=True, eq=False)
@@ -201,7 +139,7 @@ class Drafts:
         self._followers: dict[Sequence, Follower] = {}
         # Of texts that follow a grammar, which the draft does not know, and of all others.
         self._acceptance = {True: Acceptance(), False: Acceptance()}
-        self._plain, self._checked, self._pass, self._token = Timing(), Timing(), Timing(), Timing()
+        self._timings = Timings()
         self._num_plans = 0
         self._num_failed = 0
 
@@ -215,7 +153,7 @@ class Drafts:
 
     def step_took(self, seconds: float, *, is_checked: bool) -> None:
         """So long took a step of single tokens; `is_checked`: it computed proposals beside them."""
-        (self._checked if is_checked else self._plain).learn(seconds, self._clock.now())
+        (self._timings.checked if is_checked else self._timings.plain).learn(seconds, self._clock.now())
 
     # -- proposing
 
@@ -240,14 +178,19 @@ class Drafts:
 
     def _propose(self, sequences: SeqOf[tuple[Sequence, int]], room: int, num_running: int) -> None:
         self._num_plans += 1
+        costs = self._timings.costs(self._num_rows, self._clock.now())
+        if not any(
+            costs.rate(num_running + min(room, place * len(sequences)), place) > costs.rate(num_running, 0)
+            for place in range(1, self._most + 1)
+        ):
+            return  # not even if all were right
         for follower in self._followers.values():
             follower.rank = -1
         candidates = [self._candidate(rank, *each) for rank, each in enumerate(sequences)]
-        costs = self._costs(self._clock.now())
         self._catch_up(candidates, room, num_running, costs)
         ready = [each for each in candidates if each.most > 0 and self._is_ready(each.follower)]
         if not _choose(ready, room, num_running, costs):
-            _try(ready, num_running, costs)
+            _try(ready, costs)
         self._draw([each for each in ready if each.num and self._prepares(each)])
 
     def _candidate(self, rank: int, sequence: Sequence, most: int) -> Candidate:
@@ -270,19 +213,6 @@ class Drafts:
         """Whether it takes but a pass to reach the newest token."""
         return not follower.is_lost and follower.num_to_compute <= self._num_rows
 
-    def _costs(self, now_s: float) -> Costs:
-        checked_s, pass_s, token_s = self._checked.at(now_s), self._pass.at(now_s), self._token.at(now_s)
-        step_s = self._plain.at(now_s) or checked_s
-        if not step_s:
-            step_s, checked_s, pass_s, token_s = 1.0, 1.0, _PASS, None
-        pass_s = pass_s or _PASS * step_s  # too low at worst: then it is learnt
-        # As long as nothing is known of prompts, they are read by chunks that take two passes at most.
-        token_s, most = (token_s, _MOST_AT_ONCE) if token_s else (pass_s / self._num_rows, 2 * self._num_rows)
-        most = max(self._num_rows, min(most, int(_CATCH_UP_SHARE * step_s / token_s)))
-        # Both are of other moments: more than so much between them is what else the machine did.
-        checked_s = min(checked_s or step_s, _MOST_CHECKED * step_s)
-        return Costs(step_s, checked_s, pass_s, token_s, most)
-
     def _prepares(self, each: Candidate) -> bool:
         """Whether its proposals can be made now: who comes before it may have taken its pages."""
         follower = each.follower
@@ -303,7 +233,7 @@ class Drafts:
             inputs = [_input(follower, proposed[follower]) for follower in going_on]
             began_s = self._clock.now()
             tokens = self._compute(inputs)
-            self._learn(self._pass, began_s)
+            self._learn(self._timings.draws, began_s)
             for follower, token_id in zip(going_on, tokens, strict=True):
                 if not place:
                     follower.num_known = len(follower.sequence.token_ids)
@@ -334,7 +264,7 @@ class Drafts:
                 continue
             end = follower.num_known + min(budget, follower.num_to_compute - 1)
             most = min(self._most, -(-room // num))
-            pays = _pays_to_read(follower, most, num, num_running, costs) or _is_due(follower, num_running, costs)
+            pays = _pays_to_read(follower, most, num, num_running, costs) or _is_due(follower, costs)
             if pays and self._can_read(follower, end) and self._take_pages(follower, end):
                 inputs.append(_chunk(follower, end))
                 budget -= end - follower.num_known
@@ -342,7 +272,7 @@ class Drafts:
         if inputs:
             began_s = self._clock.now()
             self._compute(inputs)
-            self._learn(self._token, began_s, sum(len(each.token_ids) for each in inputs))
+            self._learn(self._timings.token, began_s, sum(len(each.token_ids) for each in inputs))
 
     def _can_read(self, follower: Follower, end: int) -> bool:
         """Whether the draft knows the tokens before the `end`th that it has not computed."""
@@ -438,22 +368,21 @@ def _choose(ready: list[Candidate], room: int, num_running: int, costs: Costs) -
     return num_best > 0
 
 
-def _try(ready: list[Candidate], num_running: int, costs: Costs) -> None:
+def _try(ready: list[Candidate], costs: Costs) -> None:
     """One proposal, to see whether they pay now; for the one that has had none for longest."""
     for each in sorted(ready, key=lambda each: each.follower.last_used):
-        if _is_due(each.follower, num_running, costs):
+        if _is_due(each.follower, costs):
             each.follower.num_trials += 1
             each.num = 1
             return
 
 
-def _is_due(follower: Follower, num_running: int, costs: Costs) -> bool:
-    """Whether one may be tried: it costs little of the time since the last one, and might pay."""
-    if costs.rate(num_running + 1, 1) <= costs.rate(num_running, 0):
-        return False  # not even if it is right
+def _is_due(follower: Follower, costs: Costs) -> bool:
+    """Whether a proposal may be tried: it costs little of the time since the last one."""
+    if follower.num_idle_steps <= min(2**follower.num_trials, _MOST_TO_WAIT):
+        return False
     cost_s = costs.pass_s + follower.num_to_compute * costs.token_s
-    has_waited = follower.num_idle_steps > min(2**follower.num_trials, _MOST_TO_WAIT)
-    return has_waited and cost_s <= _TRIAL_SHARE * follower.num_idle_steps * costs.step_s
+    return cost_s <= _TRIAL_SHARE * follower.num_idle_steps * costs.step_s
 
 
 def _pays_to_read(follower: Follower, most: int, num: int, num_running: int, costs: Costs) -> bool:
@@ -463,8 +392,11 @@ def _pays_to_read(follower: Follower, most: int, num: int, num_running: int, cos
     `num` have proposals together, `most` each: that may pay where those for one alone would not.
     """
     sequence, value = follower.sequence, follower.acceptance.value
+    num_tokens = min(sequence.num_output, sequence.params.max_tokens - sequence.num_output)
+    cost_s = follower.num_to_compute * costs.token_s
+    if num_tokens * costs.step_s < cost_s * num:  # no step saves more than itself
+        return False
     gains = accumulate(num * value**place for place in range(1, most + 1))
     best = max(costs.rate(num_running + gain, place) for place, gain in enumerate(gains, 1))
     saved_s = costs.step_s * max(0.0, 1 - costs.rate(num_running, 0) / best) / num
-    num_left = sequence.params.max_tokens - sequence.num_output
-    return min(sequence.num_output, num_left) * saved_s >= follower.num_to_compute * costs.token_s
+    return num_tokens * saved_s >= cost_s

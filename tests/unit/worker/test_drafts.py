@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tandem.core.clock import VirtualClock
 from tandem.core.pages import PagePool, page_keys
 from tandem.core.sampling import SampleRow, SamplingParams, SequenceState
+from tandem.worker.draft_costs import Timing
 from tandem.worker.drafts import DraftInput, Drafts
 from tandem.worker.guesses import Guesses, Source
 from tandem.worker.sequence import Sequence
@@ -360,6 +361,22 @@ def test_a_draft_that_is_right_again_is_heard_again() -> None:
     before = world.num_steps
     world.run(200, text)
     assert world.num_steps - before < 100
+
+
+def test_times_are_learnt_from_a_few_and_forgotten() -> None:
+    timing = Timing()
+    for now_s, seconds in enumerate((9.0, 1.0)):
+        timing.learn(seconds, now_s)
+        assert timing.at(now_s) is None
+    timing.learn(2.0, 2.0)
+    assert timing.at(2.0) == 1.0, "the machine did something else the first time"
+    for now_s in range(3, 12):
+        timing.learn(4.0, now_s)
+    assert timing.at(12.0) == 4.0
+    assert timing.at(70.0) == 4.0
+    assert timing.at(71.0) is None
+    timing.learn(5.0, 71.0)
+    assert timing.at(71.0) is None
 
 
 def test_one_that_is_not_right_does_not_hold_up_many() -> None:

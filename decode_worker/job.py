@@ -32,6 +32,7 @@ class DecodeJob(Attempt):
     journal: dict[int, list[int]]  # tokens that the client has, by choice; they are replayed, not sampled again
     scoring: PromptScoring | None = None  # of the prompt, where decode computes it
     cache_salt: str = ""
+    unpaced: bool = False  # its prompt, where it is computed here, is computed in chunks of full size
     is_cancelled: bool = False  # it was cancelled; its pages come back when the protocol says so
     is_new: bool = False  # handed off, and no step has computed a token of it yet
     local: ComputesHere | None = None  # set from when its prompt is computed here
@@ -52,7 +53,7 @@ class DecodeJob(Attempt):
         sequence.samples = bool(self.to_sample)
         sequence.scoring = self.scoring
         # A retry is not paced: it has waited long enough, and prefill has no time for it.
-        sequence.paced = self.key.attempt == 1
+        sequence.paced = self.key.attempt == 1 and not self.unpaced
         sequence.owner = Prompt(self, SequenceState(self.prompt_ids), self.guides.get(PROMPT))
         self.sequences.append(sequence)
         return sequence

@@ -20,7 +20,7 @@ from decode_worker.tokens import TokenBook
 from kvtransfer.protocol.messages import AttemptKey, Commit, Grant, RefusalReason
 from tandem.core import fault_points
 from tandem.core.clock import Clock
-from tandem.core.errors import DrainingError, HandoffError, InvalidRequestError, TandemError
+from tandem.core.errors import DrainingError, HandoffError, InternalError, InvalidRequestError, TandemError
 from tandem.core.pages import page_keys, pages_for, salted
 from tandem.worker.batch import Batch
 from tandem.worker.counters import WorkerCounters
@@ -108,17 +108,18 @@ class DecodeRole:
 
     # -- what routers ask; on the driver's thread
 
-    def reserve(self, session: int, spec: AttemptSpec, max_local_tokens: int) -> None:
+    def reserve(self, session: int, spec: AttemptSpec, max_local_tokens: int, *, unpaced: bool = False) -> None:
         """Take a request in; a repeated command is answered again.
 
         Args:
             max_local_tokens: the prompt is computed here if no more of its tokens than this are missing.
+            unpaced: in chunks of full size then, also in the first attempt.
         """
         key = spec.key
         job = self.ledger.attempts.get(key)
         if job is None:
             try:
-                self._take_in(self._make_job(session, spec, max_local_tokens))
+                self._take_in(self._make_job(session, spec, max_local_tokens, unpaced=unpaced))
             except TandemError as error:
                 self._fail(session, key, error)
                 return
@@ -136,17 +137,20 @@ class DecodeRole:
                 raise self._draining(job.key)
             self.ledger.attempts[job.key] = job
 
-    def _make_job(self, session: int, spec: AttemptSpec, max_local_tokens: int) -> DecodeJob:
+    def _make_job(self, session: int, spec: AttemptSpec, max_local_tokens: int, *, unpaced: bool) -> DecodeJob:
         key, num_prompt = spec.key, len(spec.prompt_ids)
         validate(spec, self._limits)
         journal, finished = open_journals(spec, self._limits)
         if strange := [c for c in (*journal, *finished) if c >= spec.num_choices]:
             text = f"a journal for choices {strange} of {spec.num_choices}"
             raise InvalidRequestError(text, request_id=key.request_id)
+        going_on = [c for c in range(spec.num_choices) if c not in finished]
+        if unpaced and not going_on:  # else it would be granted pages that nobody fills
+            raise InternalError("every choice has ended already", request_id=key.request_id)
         # The first attempt in the order must be able to end when it is alone, or preemption could not help.
         num_tokens = min(num_prompt + spec.params.max_tokens, self._limits.max_context)
         self._scheduler.check_fits(num_tokens, key.request_id)
-        prompt, going_on = list(spec.prompt_ids), [c for c in range(spec.num_choices) if c not in finished]
+        prompt = list(spec.prompt_ids)
         salt = salted(self._scheduler.salt, spec.cache_salt)
         # A cached prefix has no logits.
         caching = self._scheduler.prefix_cache and not (spec.scoring and spec.scoring.num_known < num_prompt)
@@ -167,6 +171,7 @@ class DecodeRole:
             going_on=going_on,
             journal=journal,
             scoring=copy(spec.scoring),
+            unpaced=unpaced,
             cache_salt=spec.cache_salt,
         )
 
@@ -440,6 +445,9 @@ class DecodeRole:
             self._counters.mixed_s += took_s
         if self._guesses is not None:
             self._guesses.step_took(batch, took_s)
+        if batch.num_chunk_tokens:
+            self._counters.num_chunk_tokens += batch.num_chunk_tokens
+            self._counters.chunk_s += took_s
         with self._lock:
             if self._scheduler.tiers is not None:
                 num_tokens = sum(item.num_tokens for item in batch.items if item.num_tokens > 1 and not item.guesses)

@@ -186,7 +186,7 @@ class DecodeWorker:
 
         def take_in() -> None:
             self.parts.load.taken_in(number)
-            self.core.reserve(session, spec, reserve.max_local_tokens)
+            self.core.reserve(session, spec, reserve.max_local_tokens, unpaced=reserve.unpaced)
             if self.parts.load.is_behind:  # refused, or nothing new
                 self.core.snapshot()
 

@@ -162,7 +162,12 @@ def _add_serving_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
     command.add_argument("--port", type=port, metavar="N", help="HTTP port (default: 8000)")
-    command.add_argument("--prefill", type=_workers, metavar="N", help="number of prefill workers (default: 1)")
+    command.add_argument(
+        "--prefill",
+        type=whole(0, MAX_POOL),
+        metavar="N",
+        help="number of prefill workers (default: 1); with 0 the decode workers compute prompts too",
+    )
     command.add_argument("--decode", type=_workers, metavar="N", help="number of decode workers (default: 1)")
     command.add_argument("--routers", type=_workers, metavar="N", help="number of routers (default: 1)")
 

@@ -112,7 +112,10 @@ class Attempt:
             num_sequences=request.num_choices,
         )
         age_s = in_flight.age_s
-        self._decode.send(wire.reserve(request, self._journal, age_s=age_s, max_local_tokens=max_local_tokens))
+        unpaced = self._route.unpaced
+        self._decode.send(
+            wire.reserve(request, self._journal, age_s=age_s, max_local_tokens=max_local_tokens, unpaced=unpaced)
+        )
         if self._prefill is not None:
             self._start_prefill(self._prefill)
         fault_points.reach("router.sent")

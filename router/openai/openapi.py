@@ -314,7 +314,7 @@ _EXPLAINED = _object(
                     "number": _COUNT,
                     "prefill": nullable(_TEXT),
                     "decode": nullable(_TEXT),
-                    "why": {"enum": ["load", "kept", "mixed_pool", "prefix"]},
+                    "why": {"enum": ["load", "kept", "mixed_pool", "colocated", "prefix"]},
                     "candidates": {"type": "array", "items": _CANDIDATE},
                 }
             ),

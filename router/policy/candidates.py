@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 
 from kvtransfer.layout import KvFormat
@@ -98,8 +98,25 @@ def best_prefills(snapshot: Snapshot, wishes: Wishes, kv_format: KvFormat, num: 
     return found[:num]
 
 
+def best_alone(snapshot: Snapshot, facts: RequestFacts, wishes: Wishes, num: int) -> list[WorkerLoad]:
+    """Decode workers that may compute a prompt by themselves, at least one of those that are not excluded: up to `num`
+    with the fewest prompt tokens in front, the one with most room, and the holders of the longest beginnings; only
+    where there are none, those to avoid."""
+    pool, skipped = snapshot.decode, wishes.exclude | wishes.avoid
+    walk = pool.walk(Order.PROMPTS, pool.formats, snapshot.share, hardly_more(snapshot))
+    found = list(islice((worker for worker in walk if worker.key not in skipped), num))
+    if not found:
+        avoided = (pool.find(key) for key in sorted(wishes.avoid - wishes.exclude))
+        return sorted((worker for worker in avoided if worker is not None), key=prefill_load)
+    by_room = pool.walk(Order.ROOM, pool.formats, snapshot.share)
+    roomiest = next(worker for worker in by_room if worker.key not in skipped)
+    if roomiest not in found:
+        found.append(roomiest)
+    return with_holders(pool, facts, wishes, found, pool.formats)
+
+
 def with_holders(
-    pool: Pool, facts: RequestFacts, wishes: Wishes, few: list[WorkerLoad], formats: Sequence[KvFormat]
+    pool: Pool, facts: RequestFacts, wishes: Wishes, few: list[WorkerLoad], formats: Collection[KvFormat]
 ) -> list[WorkerLoad]:
     """`few`, and those of the longest beginnings that are not among them."""
     known = {worker.key for worker in few} | wishes.exclude | wishes.avoid
@@ -125,7 +142,7 @@ def least_loaded(snapshot: Snapshot, facts: RequestFacts, route: Route) -> tuple
     prefills = _shown(snapshot.prefill, snapshot, route.prefill)
     decodes = [] if facts.pools else _shown(snapshot.decode, snapshot, route.decode)
     smallest = min((decode.num_active for decode in decodes), default=0)
-    of_prefill = [prefill_candidate(facts, p, prefill_cost(snapshot, facts, p)) for p in prefills]
+    of_prefill = [prompt_candidate(facts, p, prefill_cost(snapshot, facts, p)) for p in prefills]
     of_decode = [
         decode_candidate(facts, d, batch_cost(facts, d, smallest), cost_alone(snapshot, facts, d)) for d in decodes
     ]
@@ -138,7 +155,8 @@ def _shown(pool: Pool, snapshot: Snapshot, chosen: WorkerKey | None) -> list[Wor
     return few if found is None or found in few else [found, *few]
 
 
-def prefill_candidate(facts: RequestFacts, worker: WorkerLoad, cost: float) -> Candidate:
+def prompt_candidate(facts: RequestFacts, worker: WorkerLoad, cost: float) -> Candidate:
+    """A worker that would compute the prompt."""
     held, stored = facts.prefix.num_ready(worker.key), facts.prefix.num_stored(worker.key)
     return Candidate(worker.key, held, worker.num_queued_tokens, worker.num_active, cost, num_stored_tokens=stored)
 

@@ -17,6 +17,9 @@ holder that is busy loses against one that computes all of it anew.
 worker can compute a whole prompt in chunks that fill its steps up to `mixed_step_tokens`
 (`tandem/worker/scheduler.py`), though slower than a prefill worker. A new prompt goes there where it is ready sooner.
 Reference: the mixed pool of Patel et al., "Splitwise", ISCA 2024; here the workers keep their roles.
+
+**Colocated.** A cluster without prefill workers places each prompt whole at the decode worker that has it computed
+soonest: prompt tokens in front, what it does not hold of the prompt, and what its batch costs. There is no bound.
 """
 
 from __future__ import annotations
@@ -29,12 +32,13 @@ from itertools import islice
 from kvtransfer.layout import KvFormat, mismatch
 from router.policy.candidates import (
     FEW,
+    best_alone,
     best_decodes,
     best_pairs,
     best_prefills,
     decode_candidate,
     least_loaded,
-    prefill_candidate,
+    prompt_candidate,
     with_holders,
 )
 from router.policy.costs import (
@@ -64,7 +68,7 @@ def choose(snapshot: Snapshot, facts: RequestFacts, wishes: Wishes = ANY) -> Rou
     """The least loaded workers for a request, as far as `wishes` allow.
 
     Raises:
-        NoWorkerError: a pool is empty; names it.
+        NoWorkerError: a pool is empty that the request needs; names it.
         IncompatibleError: no prefill worker has the format of a decode worker; names who and what differs.
     """
     route = _choose(snapshot, facts, wishes)
@@ -74,6 +78,8 @@ def choose(snapshot: Snapshot, facts: RequestFacts, wishes: Wishes = ANY) -> Rou
 def _choose(snapshot: Snapshot, facts: RequestFacts, wishes: Wishes) -> Route:
     if facts.pools:
         return Route(_for_pooling(snapshot, wishes).key, None, 0, Why.LOAD)
+    if snapshot.is_colocated:
+        return _colocated(snapshot, facts, wishes)
     if wishes.max_local_tokens and (asked := snapshot.decode.find(wishes.decode)) is not None:
         return Route(None, asked.key, wishes.max_local_tokens, Why.KEPT)
     alone = _computes_alone(snapshot, facts)
@@ -121,9 +127,11 @@ def choose_prefill(
 
 def check_ready(snapshot: Snapshot, *, pools: bool = False) -> None:
     """Raises as `choose` does unless a request could be placed: both pools have a ready worker, and two pair. One that
-    `pools` needs a prefill worker alone."""
+    `pools` needs a prefill worker alone, and in a colocated cluster any other needs a decode worker alone."""
     if pools:
-        _taken(Role.PREFILL, snapshot.prefill, ANY)
+        _taken_for_pooling(snapshot, ANY)
+    elif snapshot.is_colocated:
+        _taken(Role.DECODE, snapshot.decode, ANY)
     else:
         _pairable(snapshot, ANY)
 
@@ -142,6 +150,16 @@ def _taken(role: Role, pool: Pool, wishes: Wishes) -> WorkerLoad:
     if (anyone := pool.first(wishes.exclude)) is None:
         raise NoWorkerError(f"no {role} worker is ready; try again later")
     return anyone
+
+
+def _taken_for_pooling(snapshot: Snapshot, wishes: Wishes) -> None:
+    if snapshot.is_colocated and not snapshot.is_prefill_coming:
+        raise NoWorkerError(
+            "this cluster has no prefill workers, which alone make vectors of prompts; `tandem scale --prefill 1` adds "
+            "one",
+            retryable=False,
+        )
+    _taken(Role.PREFILL, snapshot.prefill, wishes)
 
 
 def _pairable(snapshot: Snapshot, wishes: Wishes) -> list[KvFormat]:
@@ -168,7 +186,7 @@ def _incompatible(prefill: WorkerLoad, decode: WorkerKey, kv_format: KvFormat) -
 
 def _for_pooling(snapshot: Snapshot, wishes: Wishes) -> WorkerLoad:
     """The least loaded prefill worker, whatever its format: its pages go nowhere."""
-    _taken(Role.PREFILL, snapshot.prefill, wishes)
+    _taken_for_pooling(snapshot, wishes)
     formats = [f for f in snapshot.prefill.formats if snapshot.prefill.first(wishes.exclude, f)]
     best = [best_prefills(snapshot, wishes, kv_format, 1)[0] for kv_format in formats]
     return min(best, key=lambda worker: (worker.key in wishes.avoid, prefill_load(worker)))
@@ -214,6 +232,24 @@ def _quickest(
     return best, most
 
 
+# --- decode alone, as there are no prefill workers -----------------------------------------------------------------
+
+
+def _colocated(snapshot: Snapshot, facts: RequestFacts, wishes: Wishes) -> Route:
+    """To the decode worker that recovery wishes, or that has the prompt computed soonest. It computes all of it."""
+    _taken(Role.DECODE, snapshot.decode, wishes)
+    num_tokens, kept = facts.num_prompt_tokens, snapshot.decode.find(wishes.decode)
+    if kept is not None and kept.key not in wishes.exclude | wishes.avoid:
+        return Route(None, kept.key, num_tokens, Why.KEPT, unpaced=True)
+    able = best_alone(snapshot, facts, wishes, FEW)
+    smallest = min(worker.num_active for worker in able)
+    costs = {w.key: prefill_cost(snapshot, facts, w) + batch_cost(facts, w, smallest) for w in able}
+    best = min(able, key=lambda worker: costs[worker.key]).key
+    why = Why.PREFIX if facts.prefix.is_at(best) else Why.COLOCATED
+    weighed = tuple(prompt_candidate(facts, worker, costs[worker.key]) for worker in able)
+    return Route(None, best, num_tokens, why, weighed, unpaced=True)
+
+
 # --- where the prompt begins with pages that are held -------------------------------------------------------------
 
 
@@ -250,7 +286,7 @@ def _cheapest(
     by_cost = sorted(decodes, key=lambda d: (d.key in wishes.avoid, decode_costs[d.key]))
     pairs = [(p, d) for d in by_cost for p in prefills if p.kv_format == d.kv_format]
     best = min(pairs if snapshot.links else pairs[:1], key=lambda pair: cost(*pair))
-    of_prefill = [prefill_candidate(facts, p, prefill_costs[p.key]) for p in prefills]
+    of_prefill = [prompt_candidate(facts, p, prefill_costs[p.key]) for p in prefills]
     of_decode = [decode_candidate(facts, d, batch_costs[d.key], alone_costs[d.key]) for d in by_cost]
     weighed = (*of_prefill, *of_decode)
     lone = min(decodes, key=lambda d: (d.key in wishes.avoid, alone_costs[d.key] + batch_costs[d.key]))

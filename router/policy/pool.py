@@ -41,6 +41,7 @@ ALONE = Share()
 class Order(Enum):
     LOAD = "load"  # the least loaded first
     ROOM = "room"  # of decode: the most available pages first
+    PROMPTS = "prompts"  # of decode: the fewest prompt tokens in front first
     MIXED = "mixed"  # of decode: the quickest to compute a prompt first; without those that compute none
 
 
@@ -72,6 +73,7 @@ _RANKS: Mapping[Role, Mapping[Order, Callable[[WorkerLoad], Rank | None]]] = {
     Role.DECODE: {
         Order.LOAD: decode_load,
         Order.ROOM: lambda load: (-load.num_available_pages,),
+        Order.PROMPTS: prefill_load,
         Order.MIXED: _mixed_rank,
     },
 }

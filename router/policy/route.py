@@ -43,7 +43,7 @@ class Wishes:
         prefill: holds pages of the request; it is chosen where it is ready and has a partner.
         decode: as `prefill`.
         max_local_tokens: if above 0, `decode` alone is asked first and may compute so many tokens by itself. A prefill
-            worker is chosen when decode says that it needs one.
+            worker is chosen when decode says that it needs one. In a colocated cluster there is none, and no bound.
         avoid: chosen only where there is no other.
         exclude: never chosen, because they are gone or leaving.
     """
@@ -59,6 +59,7 @@ class Why(StrEnum):
     LOAD = "load"  # the pair that has least to do
     KEPT = "kept"  # it holds pages of the request
     MIXED_POOL = "mixed_pool"  # a decode worker computes the prompt sooner
+    COLOCATED = "colocated"  # there are no prefill workers, and this one is the soonest
     PREFIX = "prefix"  # the prompt begins with pages that are held there
 
 
@@ -86,13 +87,14 @@ class Candidate:
 @dataclass(frozen=True, slots=True)
 class Route:
     """`prefill` is `None` where decode is asked first; it may compute up to `max_local_tokens` by itself. `decode` is
-    `None` where the prompt is pooled."""
+    `None` where the prompt is pooled. `unpaced`: it computes in chunks of full size, since nobody else computes."""
 
     prefill: WorkerKey | None
     decode: WorkerKey | None
     max_local_tokens: int
     why: Why
     weighed: tuple[Candidate, ...] = field(default=(), compare=False)  # for people, of each role some
+    unpaced: bool = False
 
 
 ANY = Wishes()

@@ -43,6 +43,8 @@ class Snapshot:
         mixed_step_s: that a step of a decode worker takes in which it computes prompts; 0 where none has.
         tier_read_s: by worker, seconds in which it reads a token's pages back from a tier, as far as that is known.
         share: decides between equals.
+        is_colocated: the cluster has no prefill workers: decode workers compute all prompts. `prefill_tokens_per_s` is
+            of theirs then.
     """
 
     prefill: Pool
@@ -54,6 +56,7 @@ class Snapshot:
     mixed_step_s: float = 0.0
     tier_read_s: Mapping[WorkerKey, float] = field(default_factory=dict)
     share: Share = ALONE
+    is_colocated: bool = False
 
     @classmethod
     def of(cls, prefill: Iterable[WorkerLoad], decode: Iterable[WorkerLoad], **others: Any) -> Snapshot:
@@ -71,6 +74,8 @@ class Snapshot:
         needs a prefill worker alone."""
         if pools:
             return bool(self.prefill) or self.is_prefill_coming
+        if self.is_colocated:
+            return bool(self.decode) or self.is_decode_coming
         if self.prefill and self.decode:  # but no two of them pair
             return self.is_prefill_coming or self.is_decode_coming
         return bool((self.prefill or self.is_prefill_coming) and (self.decode or self.is_decode_coming))

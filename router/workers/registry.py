@@ -72,6 +72,7 @@ class WorkerRegistry:
         # Invariant: has a session for every member that has an address; retired ones stay until they are closed.
         self._sessions: dict[WorkerKey, WorkerSession] = {}
         self._members: dict[WorkerKey, Member] = {}
+        self._is_colocated = False  # by the supervisor's word
         self._ended: frozenset[str] = frozenset()  # incarnations whose processes have provably ended, the newest
         # Invariant: have all and only sessions that take requests: their loads, and what each can do.
         self._pools = {role: Pool(role) for role in WORKER_ROLES}
@@ -80,6 +81,7 @@ class WorkerRegistry:
         # Of prefill workers, tokens in a second of computation; of decode workers, seconds of the steps in which they
         # compute prompts; of each worker, seconds for a token that it reads from a tier.
         self._prefill_speed, self._mixed_steps = Learnt(), Learnt(REMEMBERED_S)
+        self._chunk_speed = Learnt()  # of decode workers, prompt tokens in a second of steps with chunks of full size
         self._tier_reads: dict[WorkerKey, Learnt] = {}
         self._tier_read_s: dict[WorkerKey, float] = {}
         #: Members that decode workers have found silent beyond lease and grace; for the supervisor.
@@ -114,6 +116,7 @@ class WorkerRegistry:
         self._version = membership.version
         self._take_share(membership)
         self.cache_secret = membership.cache_secret
+        self._is_colocated = membership.colocated
         members = [member for member in membership.members if member.role in ROLE_FROM_PROTO]
         if unknown := len(membership.members) - len(members):
             _log.error("%d members of unknown roles ignored", unknown)
@@ -194,14 +197,20 @@ class WorkerRegistry:
             mixed_step_s=self._mixed_steps.at(self._clock.now()),
             tier_read_s=self._tier_read_s,
             share=self._share,
+            is_colocated=self.is_colocated,
         )
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether decode workers compute all prompts."""
+        return self._is_colocated and not self._pools[Role.PREFILL]
 
     def room(self, num_places: float, *, is_mixed: bool) -> Room:
         """What the workers can take. `num_places`: of this router; `is_mixed`: decode workers compute prompts too."""
         prefill, decode = self._pools[Role.PREFILL], self._pools[Role.DECODE]
         roomiest = next(decode.walk(Order.ROOM, decode.formats), None)
         return Room(
-            num_computing=len(prefill) + (len(decode) if is_mixed else 0),
+            num_computing=len(prefill) + (len(decode) if is_mixed or self.is_colocated else 0),
             tokens_per_s=self._prefill_tokens_per_s,
             num_decode=len(decode),
             num_places=num_places,
@@ -372,6 +381,9 @@ class WorkerRegistry:
         if not is_first:  # else they may be of long ago
             num = status.mixed_steps - before.mixed_steps
             self._mixed_steps.note(status.mixed_s - before.mixed_s, num, self._clock.now())
+            if (took_s := status.chunk_s - before.chunk_s) > 0:
+                num_tokens = status.chunk_tokens - before.chunk_tokens
+                self._chunk_speed.note(num_tokens / took_s, 1, self._clock.now())
         if status.HasField("tiers"):
             self._note_reads(session, status.tiers)
         if status.HasField("links"):
@@ -401,7 +413,8 @@ class WorkerRegistry:
                 admission = WorkSpan(name="admission", begin_s=message.admission_s)
                 self.on_work(message.request_id, message.attempt, Role.DECODE, [admission])
             case ComputesHere():
-                metrics.local_prefills.labels("mixed_pool" if message.attempt == 1 else "recovery").inc()
+                why = "recovery" if message.attempt > 1 else "colocated" if self.is_colocated else "mixed_pool"
+                metrics.local_prefills.labels(why).inc()
             case WriterSuspected():
                 self._writer_suspected(WorkerKey(message.writer_worker_id, message.writer_incarnation))
             case LinkChanged():
@@ -435,7 +448,8 @@ class WorkerRegistry:
 
     @property
     def _prefill_tokens_per_s(self) -> float:
-        return self._prefill_speed.at(self._clock.now())
+        """Of the workers that compute prompts."""
+        return (self._chunk_speed if self.is_colocated else self._prefill_speed).at(self._clock.now())
 
     def _writer_suspected(self, key: WorkerKey) -> None:
         _log.error("a decode worker suspects the silent writer %s, which must be killed on its node", key)

@@ -21,9 +21,12 @@ _FINISH_REASONS = {
 }
 
 
-def reserve(request: Request, journal: Journal, *, age_s: float, max_local_tokens: int) -> decode_pb2.DecodeCommand:
-    """Ask decode for pages; it may compute up to `max_local_tokens` of the prompt by itself instead."""
-    reserve = decode_pb2.Reserve(**_spec(request, journal, age_s), max_local_tokens=max_local_tokens)
+def reserve(
+    request: Request, journal: Journal, *, age_s: float, max_local_tokens: int, unpaced: bool = False
+) -> decode_pb2.DecodeCommand:
+    """Ask decode for pages; it may compute up to `max_local_tokens` of the prompt by itself instead: paced in a first
+    attempt, unless it is `unpaced`."""
+    reserve = decode_pb2.Reserve(**_spec(request, journal, age_s), max_local_tokens=max_local_tokens, unpaced=unpaced)
     return decode_pb2.DecodeCommand(reserve=reserve)
 
 

@@ -57,7 +57,10 @@ def _add_scale(commands: Any, add_command: _AddCommand) -> None:
     )
     add_target_options(command)
     command.add_argument(
-        "--prefill", type=_workers, metavar="N", help="new number of prefill workers (default: unchanged)"
+        "--prefill",
+        type=whole(0, MAX_POOL),
+        metavar="N",
+        help="new number of prefill workers (default: unchanged); with 0 the decode workers compute prompts too",
     )
     command.add_argument(
         "--decode", type=_workers, metavar="M", help="new number of decode workers (default: unchanged)"

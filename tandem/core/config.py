@@ -81,6 +81,16 @@ class PoolConfig:
 
 
 @dataclass(frozen=True)
+class PrefillPoolConfig(PoolConfig):
+    """The prefill workers, without which a cluster can do."""
+
+    workers: int = _key(
+        1, "How many workers the pool starts with; 0: none, and the decode workers compute prompts too, beside what "
+        "they generate (a colocated cluster). `tandem scale` changes it later.", minimum=0
+    )
+
+
+@dataclass(frozen=True)
 class PoolsConfig:
     routers: int = _key(
         1, "How many routers take requests; each takes all. Raise it where one router's core is busy, or to serve on "
@@ -88,7 +98,7 @@ class PoolsConfig:
         "`router` gets one. `tandem scale --routers` changes it later.",
         minimum=1,
     )
-    prefill: PoolConfig = field(default_factory=PoolConfig)
+    prefill: PrefillPoolConfig = field(default_factory=PrefillPoolConfig)
     decode: PoolConfig = field(default_factory=PoolConfig)
 
 

@@ -25,6 +25,8 @@ class WorkerCounters:
     num_right_drafts: int = 0
     num_mixed_steps: int = 0  # of decode, in which it computed prompts beside its batch
     mixed_s: float = 0.0  # that these took
+    num_chunk_tokens: int = 0  # of prompts that decode computed in chunks of full size
+    chunk_s: float = 0.0  # that the steps took which had these
     #: Refused calls of other workers about handoffs, by reason; replaced as a whole.
     num_refused: Mapping[str, int] = field(default_factory=dict)
 

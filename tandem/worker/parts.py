@@ -177,6 +177,8 @@ class WorkerParts:
             right_drafts=counters.num_right_drafts,
             mixed_steps=counters.num_mixed_steps,
             mixed_s=counters.mixed_s,
+            chunk_tokens=counters.num_chunk_tokens,
+            chunk_s=counters.chunk_s,
             tiers=tiers_to_proto(self.tiers) if self.tiers is not None else None,
         )
 

@@ -82,6 +82,7 @@ class ProcessCluster:
 
     Attributes:
         points: the directory whose files arm `tandem.core.fault_points` in every process; `None`: no points.
+        colocated: as the router is told; set by `launch`, and by who adds or takes away prefill workers.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class ProcessCluster:
     ) -> None:
         self.directory = directory
         self.points = points
+        self.colocated = False
         self.url = f"http://127.0.0.1:{free_port()}"  # stays when the router is started again
         self.model_dir = resolve_model(model)
         self.core_shares = directory / "core-shares"
@@ -143,6 +145,7 @@ class ProcessCluster:
 
     def launch(self, num_prefill: int = 1, num_decode: int = 1) -> None:
         """Start everything, and wait for nothing."""
+        self.colocated = not num_prefill
         self.start_router()
         for n in range(num_prefill):
             self.start_worker("prefill", n)
@@ -150,11 +153,13 @@ class ProcessCluster:
             self.start_worker("decode", n)
 
     def wait_started(self) -> None:
-        """Until all that was launched is ready and, when both pools have workers, `/health` says 200."""
+        """Until all that was launched is ready and, when no pool lacks workers, `/health` says 200."""
         for process in self.processes:
             process.wait_ready()
         self.publish()
-        if {name.partition("-")[0] for name in self.workers} == {"prefill", "decode"}:
+        if {name.partition("-")[0] for name in self.workers} >= (
+            {"decode"} if self.colocated else {"prefill", "decode"}
+        ):
             self.wait_healthy()
 
     def publish(self) -> None:
@@ -178,7 +183,9 @@ class ProcessCluster:
             if process.lives and process.facts
         ]
         ended = [process.incarnation for process in self._all_workers if process.facts and not process.lives]
-        membership = control_pb2.Membership(version=self._membership_version, members=members, ended=ended)
+        membership = control_pb2.Membership(
+            version=self._membership_version, members=members, ended=ended, colocated=self.colocated
+        )
         async with make_channel(self.router.facts["control"]) as channel:
             await control_pb2_grpc.RouterControlStub(channel).SetMembership(membership, timeout=10)
 

@@ -39,8 +39,8 @@ class DecodeNode(Node, ReceiverEnd):
 
     # -- what the router says
 
-    def reserve(self, spec: AttemptSpec, max_local_tokens: int) -> None:
-        self.core.reserve(SESSION, spec, max_local_tokens)
+    def reserve(self, spec: AttemptSpec, max_local_tokens: int, *, unpaced: bool) -> None:
+        self.core.reserve(SESSION, spec, max_local_tokens, unpaced=unpaced)
 
     def cancel(self, key: AttemptKey) -> None:
         self.core.cancel(key)

@@ -37,7 +37,9 @@ DECODE = NodeSpec(64, SchedulerLimits(12, 64, 32, 200, paced_tokens=8), StepTime
 
 @dataclass(frozen=True, slots=True)
 class WorldSpec:
-    """Attributes:
+    """Without prefill workers the cluster is colocated.
+
+    Attributes:
     mixed_pool_tokens: the longest prompt that a decode worker computes alone; 0: none.
     place: gives each attempt its workers.
     """
@@ -64,6 +66,7 @@ class World:
             spec.place,
             mixed_pool_tokens=spec.mixed_pool_tokens,
             mixed_step_tokens=spec.decode.limits.paced_tokens,
+            is_colocated=not spec.num_prefill,
         )
         self.nodes: dict[str, Node] = {}  # by incarnation, those that have ended too
         for role, number in ((Role.PREFILL, spec.num_prefill), (Role.DECODE, spec.num_decode)):

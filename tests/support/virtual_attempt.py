@@ -42,7 +42,7 @@ class Attempt:
         request, local = self._in_flight.request, self._route.max_local_tokens
         spec = self._in_flight.spec()
         self._router.hold(self._decode, request, computes=local >= len(request.prompt_ids))
-        self._router.tell(self._decode, partial(self._decode.reserve, spec, local))
+        self._router.tell(self._decode, partial(self._decode.reserve, spec, local, unpaced=self._route.unpaced))
         if self._prefill is not None:
             self._start_prefill(self._prefill)
 

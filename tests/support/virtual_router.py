@@ -56,10 +56,20 @@ class Router:
     """Args:
     place: gives each attempt its workers.
     mixed_pool_tokens, mixed_step_tokens: see `RequestFacts` and `WorkerLoad`; 0: no prompt is computed at decode.
+    is_colocated: see `Snapshot`.
     """
 
-    def __init__(self, kernel: Kernel, place: Place, *, mixed_pool_tokens: int, mixed_step_tokens: int) -> None:
+    def __init__(
+        self,
+        kernel: Kernel,
+        place: Place,
+        *,
+        mixed_pool_tokens: int,
+        mixed_step_tokens: int,
+        is_colocated: bool = False,
+    ) -> None:
         self.kernel = kernel
+        self.is_colocated = is_colocated
         self.choose_route = place
         self.mixed_pool_tokens = mixed_pool_tokens
         self._mixed_step_tokens = mixed_step_tokens
@@ -108,7 +118,13 @@ class Router:
 
     def snapshot(self) -> Snapshot:
         by_role = {role: [self._load(w) for w in self.workers if w.role is role] for role in Role}
-        return Snapshot.of(by_role[Role.PREFILL], by_role[Role.DECODE], is_prefill_coming=True, is_decode_coming=True)
+        return Snapshot.of(
+            by_role[Role.PREFILL],
+            by_role[Role.DECODE],
+            is_prefill_coming=not self.is_colocated,
+            is_decode_coming=True,
+            is_colocated=self.is_colocated,
+        )
 
     def _load(self, worker: Node) -> WorkerLoad:
         """As `WorkerSession.load`."""

@@ -258,4 +258,5 @@ def _read_intent(kept: dict[str, Any]) -> Intent:
         build_before=Build(**kept["build_before"]),
         builds={life: Build(**build) for life, build in kept["builds"].items()},
         unproven={incarnation: HostBoot(**boot) for incarnation, boot in kept.get("unproven", {}).items()},
+        colocated=kept.get("colocated", False),
     )

@@ -190,8 +190,14 @@ def _rate(bytes_per_s: float) -> str:
 
 
 def pools_line(cluster: supervisor_pb2.Cluster) -> str:
-    """`prefill 1/1 ready, decode 1/2 ready`, and `routers 2/3 ready` unless one is there and wanted."""
-    pools = [f"{ROLE_FROM_PROTO[pool.role]} {pool.ready}/{pool.wanted} ready" for pool in cluster.pools]
+    """`prefill 1/1 ready, decode 1/2 ready`, or `no prefill, decode 2/2 ready` where the cluster is colocated; and
+    `routers 2/3 ready` unless one is there and wanted."""
+    pools = [
+        f"{ROLE_FROM_PROTO[pool.role]} {pool.ready}/{pool.wanted} ready"
+        if pool.wanted or pool.ready
+        else f"no {ROLE_FROM_PROTO[pool.role]}"
+        for pool in cluster.pools
+    ]
     if max(cluster.wanted_routers, len(cluster.routers)) > 1:
         num_ready = sum(router.state == "ready" for router in cluster.routers)
         pools.append(f"routers {num_ready}/{cluster.wanted_routers} ready")

@@ -387,7 +387,7 @@ class Serving:
         if draft := plan.config.speculation.draft_model:
             self._reporter.line(f"  draft       {draft}, at each decode worker")
         self._reporter.line(
-            f"  pools       {pools.prefill.workers} prefill, {pools.decode.workers} decode"
+            f"  pools       {pools.prefill.workers or 'no'} prefill, {pools.decode.workers} decode"
             + (f", {pools.routers} routers; " if pools.routers > 1 else "; ")
             + (f"{human_bytes(share)} of KV pages each" if share else "each node decides on KV memory")
         )

@@ -54,6 +54,7 @@ class Intent:
     build_before: Build = INSTALLED
     builds: dict[str, Build] = field(default_factory=dict)  # of incarnations that do not run what is installed
     unproven: dict[str, HostBoot] = field(default_factory=dict)  # incarnations of workers whose end nobody saw: where
+    colocated: bool = False  # as of `PoolState.colocated`
 
 
 @dataclass(frozen=True)
@@ -317,6 +318,7 @@ class PublishMembership(OfProcess):
     num_routers: int  # that serve, this one included: what is bounded for the cluster is shared among them
     router_number: int  # which of them this one is, from 0
     ended: tuple[str, ...] = ()  # incarnations of workers that have provably ended, the newest last
+    colocated: bool = False  # as of `PoolState.colocated`
 
 
 Instruction = StartProcess | StopProcess | KillProcess | DrainProcess | NoteEnded | PublishMembership

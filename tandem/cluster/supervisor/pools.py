@@ -42,8 +42,11 @@ class PoolState:
     book: NodeBook = field(default_factory=NodeBook)  # the nodes on which workers run
     ends: Ends = field(default_factory=Ends)  # of workers, that are proven
     closing_s: float | None = None  # a shutdown was asked for, which gives requests so many seconds; `None`: none was
+    # Decode workers compute all prompts: no prefill workers are wanted, or none of those that are has been ready since.
+    colocated: bool = False
     stopping: bool = False  # everything is being stopped, and nothing that ends is started again
-    _published: tuple[tuple[ev.Member, ...], tuple[str, ...], tuple[str, ...]] = ((), (), ())  # workers, routers, ends
+    # Workers, routers, ends, and whether the cluster is colocated.
+    _published: tuple[tuple[ev.Member, ...], tuple[str, ...], tuple[str, ...], bool] = ((), (), (), False)
 
     def __post_init__(self) -> None:
         self.slots = SlotTable(self.policy)
@@ -59,7 +62,8 @@ class PoolState:
         routers = [router for router in self.routers.values() if router.listens]
         serving = tuple(router.name for router in routers if router.phase is Phase.READY)
         shares = serving or self._published[1]  # while none serves, nobody's share has changed
-        published = self.slots.members, shares, self.ends.newest
+        self._look_at_prefill()
+        published = self.slots.members, shares, self.ends.newest, self.colocated
         if published != self._published:
             self._published, self.version = published, self.version + 1
         elif isinstance(event, ev.Started):
@@ -67,6 +71,12 @@ class PoolState:
         else:
             return []
         return membership_for(routers, self.version, *published)
+
+    def _look_at_prefill(self) -> None:
+        if not self.wanted[Role.PREFILL]:
+            self.colocated = True
+        elif any(slot.phase is Phase.READY for slot in self.slots.of(Role.PREFILL).values()):
+            self.colocated = False
 
     def wake_at(self) -> float | None:
         """When the next `Tick` is due on the clock of `handle`; `None`: nothing is timed."""
@@ -98,6 +108,7 @@ class PoolState:
             build_before=self.upgrade.before,
             builds=self.slots.builds,
             unproven=dict(self.book.unproven),
+            colocated=self.colocated,
         )
 
     @property
@@ -156,6 +167,7 @@ class PoolState:
 
     def _open(self, intent: ev.Intent, now: float) -> list[ev.Instruction]:
         self.wanted, self.closing_s = dict(intent.wanted), intent.closing_s
+        self.colocated = intent.colocated
         self.upgrade.wanted, self.upgrade.before = intent.build, intent.build_before
         for slot in self.slots.values():
             slot.build = intent.builds.get(slot.incarnation, ev.INSTALLED)

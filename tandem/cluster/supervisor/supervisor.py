@@ -117,8 +117,11 @@ class Supervisor:
         self._check_open()
         for role, workers in wanted.items():
             option = "--routers" if role is Role.ROUTER else f"--{role}"
-            if workers < 1:
-                raise ConfigError(f"{option} is {workers}, must be at least 1; `tandem stop` ends all", key=str(role))
+            least = 0 if role is Role.PREFILL else 1
+            if workers < least:
+                raise ConfigError(
+                    f"{option} is {workers}, must be at least {least}; `tandem stop` ends all", key=str(role)
+                )
             if workers > MAX_POOL:
                 raise ConfigError(f"{option} is {workers}, must be at most {MAX_POOL}", key=str(role))
         added = {role: workers - self.cluster.wanted[role] for role, workers in wanted.items()}

@@ -23,6 +23,7 @@ def membership(instruction: PublishMembership, cache_secret: bytes) -> control_p
         router_number=instruction.router_number,
         ended=instruction.ended,
         cache_secret=cache_secret,
+        colocated=instruction.colocated,
     )
 
 

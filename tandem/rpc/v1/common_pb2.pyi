@@ -392,6 +392,8 @@ class WorkerStatus(_message.Message):
     RIGHT_GUESSES_FIELD_NUMBER: _builtins.int
     DRAFTS_FIELD_NUMBER: _builtins.int
     RIGHT_DRAFTS_FIELD_NUMBER: _builtins.int
+    CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
+    CHUNK_S_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """requests in the batch"""
@@ -430,6 +432,10 @@ class WorkerStatus(_message.Message):
     """since start: the same, proposed by the draft model"""
     right_drafts: _builtins.int
     """since start: of these, that came"""
+    chunk_tokens: _builtins.int
+    """since start: of prompts that decode computed in chunks of full size"""
+    chunk_s: _builtins.float
+    """since start: what the steps took that had these"""
     @_builtins.property
     def pages(self) -> Global___PageCounts: ...
     @_builtins.property
@@ -469,11 +475,13 @@ class WorkerStatus(_message.Message):
         right_guesses: _builtins.int = ...,
         drafts: _builtins.int = ...,
         right_drafts: _builtins.int = ...,
+        chunk_tokens: _builtins.int = ...,
+        chunk_s: _builtins.float = ...,
         links: Global___LinkReport | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["links", b"links", "pages", b"pages", "tiers", b"tiers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_tokens", b"decode_tokens", "drafts", b"drafts", "draining", b"draining", "guesses", b"guesses", "links", b"links", "mask_s", b"mask_s", "masks", b"masks", "mixed_s", b"mixed_s", "mixed_steps", b"mixed_steps", "num_incoming", b"num_incoming", "num_queued", b"num_queued", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "page_network", b"page_network", "pages", b"pages", "preemptions", b"preemptions", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_computed", b"prompt_tokens_computed", "refused", b"refused", "right_drafts", b"right_drafts", "right_guesses", b"right_guesses", "tiers", b"tiers", "transfer_bytes", b"transfer_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_s", b"chunk_s", "chunk_tokens", b"chunk_tokens", "decode_tokens", b"decode_tokens", "drafts", b"drafts", "draining", b"draining", "guesses", b"guesses", "links", b"links", "mask_s", b"mask_s", "masks", b"masks", "mixed_s", b"mixed_s", "mixed_steps", b"mixed_steps", "num_incoming", b"num_incoming", "num_queued", b"num_queued", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "page_network", b"page_network", "pages", b"pages", "preemptions", b"preemptions", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_computed", b"prompt_tokens_computed", "refused", b"refused", "right_drafts", b"right_drafts", "right_guesses", b"right_guesses", "tiers", b"tiers", "transfer_bytes", b"transfer_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -68,6 +68,7 @@ class Membership(_message.Message):
     ROUTER_NUMBER_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     CACHE_SECRET_FIELD_NUMBER: _builtins.int
+    COLOCATED_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """grows with every change; an older one is ignored"""
     num_routers: _builtins.int
@@ -76,6 +77,10 @@ class Membership(_message.Message):
     """which of them this one is, from 0: of workers that are alike it takes its share"""
     cache_secret: _builtins.bytes
     """From which routers make the salts under which workers cache tenants' prompts; the same as long as the cluster lives."""
+    colocated: _builtins.bool
+    """The cluster has no prefill workers, and shall have none or has just been told to have some: until one is ready, decode
+    workers compute all prompts.
+    """
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]: ...
     @_builtins.property
@@ -93,10 +98,11 @@ class Membership(_message.Message):
         router_number: _builtins.int | None = ...,
         ended: _abc.Iterable[_builtins.str] | None = ...,
         cache_secret: _builtins.bytes = ...,
+        colocated: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_router_number", b"_router_number", "router_number", b"router_number"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_router_number", b"_router_number", "cache_secret", b"cache_secret", "ended", b"ended", "members", b"members", "num_routers", b"num_routers", "router_number", b"router_number", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_router_number", b"_router_number", "cache_secret", b"cache_secret", "colocated", b"colocated", "ended", b"ended", "members", b"members", "num_routers", b"num_routers", "router_number", b"router_number", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__router_number: _TypeAlias = _typing.Literal["router_number"]  # noqa: Y015
     _WhichOneofArgType__router_number: _TypeAlias = _typing.Literal["_router_number", b"_router_number"]  # noqa: Y015

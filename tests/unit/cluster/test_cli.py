@@ -71,7 +71,7 @@ def test_wrong_usage_is_exit_code_2(wrong: list[str], capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        (["serve", "--prefill", "-1"], "tandem serve: error: argument --prefill: '-1' is not a whole number from 1 to"),
+        (["serve", "--prefill", "-1"], "tandem serve: error: argument --prefill: '-1' is not a whole number from 0 to"),
         (["serve", "--decode", "0"], "argument --decode: '0' is not a whole number from 1 to 1024"),
         (["serve", "--port", "0"], "argument --port: '0' is not a whole number from 1 to 65535"),
         (["serve", "--port", "65536"], "argument --port: '65536' is not"),

@@ -1239,3 +1239,52 @@ def test_a_restarted_supervisor_adopts_every_router_that_it_finds() -> None:
     assert out == [StartProcess("router-0", "new", Role.ROUTER)]
     (told,) = of(PublishMembership, cluster.handle(Started("router-1", "old", "b:1", HERE, "http://b"), 1.0))
     assert told.name == "router-1"
+
+
+# -- no prefill workers
+
+
+def told_colocated(story: Story) -> bool:
+    *_, newest = of(PublishMembership, story.last)
+    assert isinstance(newest, PublishMembership)
+    return newest.colocated
+
+
+def test_a_cluster_that_opens_without_prefill_workers_is_colocated() -> None:
+    story = Story(0, 1)
+    assert told_colocated(story)
+    assert story.cluster.settled
+    assert set(story.cluster.workers) == {"decode-0"}
+
+
+def test_routers_hear_at_once_that_the_last_prefill_worker_leaves_for_good() -> None:
+    """From then on it takes no prompts; it may drain for long."""
+    story = Story(1, 1)
+    assert not told_colocated(story)
+    story.feed(WantedChanged(Role.PREFILL, 0))
+    assert story.phases()["prefill-0"] is Phase.DRAINING
+    assert told_colocated(story)
+
+
+def test_it_stays_colocated_until_a_prefill_worker_is_ready() -> None:
+    story = Story(0, 1)
+    story.feed(WantedChanged(Role.PREFILL, 1))
+    assert story.phases()["prefill-0"] is Phase.STARTING
+    assert story.cluster.colocated, "prompts do not wait for it"
+    story.start("prefill-0")
+    assert not told_colocated(story)
+
+
+def test_a_split_cluster_whose_prefill_workers_die_stays_one() -> None:
+    """Decode is not to be slowed for whoever generates there: prompts wait for the next worker."""
+    story = Story(1, 1)
+    story.exit("prefill-0")
+    assert not told_colocated(story)
+
+
+def test_the_next_supervisor_knows_that_none_of_the_wanted_has_been_ready() -> None:
+    story = Story(0, 1)
+    story.feed(WantedChanged(Role.PREFILL, 1))
+    successor = PoolState(policy=Policy(), new_incarnation=lambda: "new")
+    successor.handle(ClusterOpened(story.cluster.intent), 0.0)
+    assert successor.colocated

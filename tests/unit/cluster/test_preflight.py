@@ -15,7 +15,7 @@ from state_files import cluster_file
 from tandem.cluster import statefile
 from tandem.cluster.checks.draft import draft_bytes
 from tandem.cluster.checks.host import Host, human_bytes, this_host
-from tandem.cluster.checks.preflight import WORKER_OVERHEAD_BYTES, Preflight, check_room, share_of_gpu
+from tandem.cluster.checks.preflight import WORKER_OVERHEAD_BYTES, Plan, Preflight, check_room, share_of_gpu
 from tandem.cluster.serve.banner import ready_banner
 from tandem.core.config import from_dict, load
 from tandem.core.errors import ConfigError, ModelLoadError, TandemError, UnsupportedModelError
@@ -85,7 +85,8 @@ def test_impossible_values_name_key_and_remedy(
     [
         ({"cache": {"page_size": 0}}, "cache.page_size"),
         ({"cache": {"page_size": 48}}, "scheduling.chunk_size"),
-        ({"pools": {"prefill": {"workers": 0}}}, "pools.prefill.workers"),
+        ({"pools": {"prefill": {"workers": -1}}}, "pools.prefill.workers"),
+        ({"pools": {"decode": {"workers": 0}}}, "pools.decode.workers"),
         ({"http": {"port": 70000}}, "http.port"),
         ({"cahce": {}}, "cahce"),
         ({"model": {"dtype": "int3"}}, "model.dtype"),
@@ -334,6 +335,18 @@ def test_a_simulated_engine_takes_no_draft() -> None:
 def test_threads_are_an_equal_share_unless_set(checkpoint: Path, free_port: int) -> None:
     pools = {"prefill": {"workers": 1, "threads": 5}, "decode": {"workers": 2}}
     assert preflight(checkpoint, free_port, pools=pools).plan().num_threads == {"prefill": 5, "decode": 2}
+
+
+def test_without_prefill_workers_decode_has_all_memory_and_cores(checkpoint: Path, free_port: int) -> None:
+    def plan(num_prefill: int) -> Plan:
+        pools = {"prefill": {"workers": num_prefill}, "decode": {"workers": 1}}
+        return preflight(checkpoint, free_port, pools=pools, cache={"max_memory_bytes": 0}).plan()
+
+    split, colocated = plan(1), plan(0)
+    assert (split.num_threads[Role.DECODE], colocated.num_threads[Role.DECODE]) == (4, 8)
+    assert colocated.kv_bytes[Role.DECODE] > 1.9 * split.kv_bytes[Role.DECODE]
+    said = "".join(ready_banner("http://127.0.0.1:1", 1, colocated, "/logs"))
+    assert "tandem scale --port 1 --prefill 1 --decode 1" in said
 
 
 @pytest.mark.parametrize(("served", "shown"), [((), "small"), (("a", "b"), "a"), (("*",), "small"), (("*", "b"), "b")])

@@ -215,11 +215,30 @@ async def test_a_restarted_router_gets_the_membership_again(world: World) -> Non
         assert len(world.memberships[-1].members) == 2
 
 
-@pytest.mark.parametrize(("size", "says"), [(0, "must be at least 1"), (MAX_POOL + 1, "must be at most 1024")])
-async def test_a_size_that_cannot_be_is_refused(world: World, size: int, says: str) -> None:
+@pytest.mark.parametrize(
+    ("role", "size", "says"),
+    [
+        (Role.DECODE, 0, "--decode is 0, must be at least 1"),
+        (Role.ROUTER, 0, "--routers is 0, must be at least 1"),
+        (Role.PREFILL, MAX_POOL + 1, "--prefill is 1025, must be at most 1024"),
+    ],
+)
+async def test_a_size_that_cannot_be_is_refused(world: World, role: Role, size: int, says: str) -> None:
     async with supervising(world) as supervisor:
         with pytest.raises(ConfigError, match=says):
-            await supervisor.scale({Role.PREFILL: size})
+            await supervisor.scale({role: size})
+
+
+async def test_a_cluster_may_have_no_prefill_workers(world: World) -> None:
+    async with supervising(world) as supervisor:
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
+        for worker in world.workers:
+            worker.drained.set()
+        await supervisor.scale({Role.PREFILL: 0})
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
+        assert {slot.role for slot in supervisor.cluster.workers.values()} == {Role.DECODE}
+        assert world.remembered is not None
+        assert world.remembered.colocated, "its successor must know"
 
 
 async def test_what_does_not_fit_is_refused_and_changes_nothing(world: World) -> None:

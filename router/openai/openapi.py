@@ -351,10 +351,11 @@ _ANSWERS: Schema = {
     "Text": _object({"prompt": _TEXT}),
     "Cluster": {
         "type": "object",
-        "required": ["model", "membership_version", "prefill", "decode"],
+        "required": ["model", "membership_version", "colocated", "prefill", "decode"],
         "properties": {
             "model": _TEXT,
             "membership_version": _COUNT,
+            "colocated": {"type": "boolean"},
             "prefill": {"type": "array", "items": _WORKER},
             "decode": {"type": "array", "items": _WORKER},
         },

@@ -40,6 +40,11 @@ class RouterGauges(Collector):
             value=self._admission.num_waiting,
         )
         yield GaugeMetricFamily(
+            "tandem_colocated",
+            "Whether decode workers compute all prompts, as the cluster has no prefill workers",
+            value=self._workers.is_colocated,
+        )
+        yield GaugeMetricFamily(
             "tandem_known_pages",
             "Different pages of prompts that workers hold, as far as this router knows",
             value=len(self._workers.pages),

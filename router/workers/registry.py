@@ -475,7 +475,8 @@ class WorkerRegistry:
             role.value: [outlined(self._members[key], self._sessions.get(key)) for key in nsmallest(most, of_role)]
             for role, of_role in keys.items()
         }
-        return {"model": model, **pools, "num_workers": {role.value: len(of_role) for role, of_role in keys.items()}}
+        num_workers = {role.value: len(of_role) for role, of_role in keys.items()}
+        return {"model": model, "colocated": self.is_colocated, **pools, "num_workers": num_workers}
 
     def describe(self, model: str) -> dict[str, Any]:
         """The body of `GET /v1/cluster`."""
@@ -486,6 +487,7 @@ class WorkerRegistry:
         return {
             "model": model,
             "membership_version": max(self._version, 0),
+            "colocated": self.is_colocated,
             **pools,
             "incompatible": mismatches(self._connected(Role.PREFILL), self._connected(Role.DECODE)),
         }

@@ -111,7 +111,8 @@ class RouterMetrics:
         )
         self.local_prefills = counter(
             "tandem_local_prefills_total",
-            "Prompts that a decode worker computed by itself: new ones, or what was missing after prefill was lost",
+            "Prompts that a decode worker computed by itself: new ones, all of a colocated cluster, or what was "
+            "missing after a worker was lost",
             "reason",
         )
         self.decode_tokens = counter("tandem_decode_tokens_total", "Tokens that decode workers generated")

@@ -145,11 +145,12 @@ def test_promtool_finds_the_rules_sound() -> None:
 def test_rules_fire_when_they_should(tmp_path: Path) -> None:
     """By promtool's own unit tests: series in, alerts out."""
 
-    def case(series: dict[str, str], alert: str, labels: dict[str, str], at: str = "30m") -> dict[str, Any]:
+    def case(series: dict[str, str], alert: str, *labels: dict[str, str], at: str = "30m") -> dict[str, Any]:
+        expected = [{"exp_labels": each} for each in labels]
         return {
             "interval": "1m",
             "input_series": [{"series": name, "values": values} for name, values in series.items()],
-            "alert_rule_test": [{"eval_time": at, "alertname": alert, "exp_alerts": [{"exp_labels": labels}]}],
+            "alert_rule_test": [{"eval_time": at, "alertname": alert, "exp_alerts": expected}],
         }
 
     pages = "tandem_kv_pages{worker='decode-0',role='decode',state='%s'}"
@@ -161,6 +162,19 @@ def test_rules_fire_when_they_should(tmp_path: Path) -> None:
             {"tandem_running_requests{role='prefill',worker='p'}": "1x40"},
             "TandemPoolEmpty",
             {"severity": "critical", "role": "decode"},
+        ),
+        case(
+            {"tandem_running_requests{role='decode',worker='d'}": "1x40", "tandem_colocated": "0x40"},
+            "TandemPoolEmpty",
+            {"severity": "critical", "role": "prefill"},
+        ),
+        case(
+            {
+                "tandem_running_requests{role='decode',worker='d'}": "1x40",
+                "tandem_colocated{router='router-0'}": "1x40",
+                "tandem_colocated{router='router-1'}": "1x40",
+            },
+            "TandemPoolEmpty",
         ),
         case(
             {ended % "finished": "0+90x40", ended % "failed": "0+10x40"}, "TandemRequestsFail", {"severity": "critical"}

@@ -38,6 +38,7 @@ from tandem.core.config import (
 from tandem.core.errors import ConfigError, TandemError
 from tandem.core.identity import WORKER_ROLES, Role
 from tandem.core.model_path import ModelFacts, read_facts, resolve_model, shown_name
+from tandem.core.pooling import read_pooling
 from tandem.core.time_model import SIMULATED_TOKEN_BYTES, TimeModel, read_time_model
 from tandem.core.version import DISTRIBUTION, TOP_LEVEL_NAMES, version
 from tandem.engine.quantized.scheme import read_scheme
@@ -220,6 +221,11 @@ class Preflight:
             if self.config.model.dtype not in ("auto", "float32"):
                 said = f"{facts.name} comes quantised, and is computed in float32; leave model.dtype out"
                 raise ConfigError(said, key="model.dtype")
+        if not self.config.pools.prefill.workers and read_pooling(facts.directory) is not None:
+            raise ConfigError(
+                f"{facts.name} gives vectors, which prefill workers alone make; start at least one (--prefill 1)",
+                key="pools.prefill.workers",
+            )
         weights = human_bytes(self.weight_bytes)
         detail = f"{facts.name}: {facts.architecture}, {dtype}, weights {weights}, {facts.directory}"
         return Finding("model", "ok", detail)

@@ -127,8 +127,8 @@ def asked_whether_one_runs(head: AskedHead) -> tuple[bool | None, str]:
 
 
 def serve_command(file: LaunchFile, config: Config, wishes: Wishes, *, has_keys: bool) -> str:
-    """How the head starts Tandem. On machines that stay, with as many workers as they have room for, and a router on
-    each of those that are named for routers."""
+    """How the head starts Tandem. On machines that stay, with as many workers as they have room for, of prefill none where
+    there is room for decode alone, and a router on each of those that are named for routers."""
     words = ["tandem serve --detach --address auto"]
     if (mount := file.mount("tandem.yaml")) is not None:
         words.append(f"--config {mount.in_shell}")
@@ -136,7 +136,9 @@ def serve_command(file: LaunchFile, config: Config, wishes: Wishes, *, has_keys:
         words.append(f"--certificates {mount.in_shell}")
     if has_keys:
         words.append(f"--api-keys-file {_KEYS_ON_HEAD}")
-    places = {str(role): file.places[role] for role in WORKER_ROLES if file.places[role]}
+    has_place = {role: file.places[role] > 0 for role in WORKER_ROLES}
+    has_place[Role.PREFILL] |= has_place[Role.DECODE]
+    places = {str(role): file.places[role] for role in WORKER_ROLES if has_place[role]}
     routers = {"routers": file.places[Role.ROUTER]} if file.places[Role.ROUTER] > 1 else {}
     for name, value in {**places, **routers, **wishes.options}.items():
         values = value if isinstance(value, list) else [value]

@@ -25,6 +25,7 @@ from tandem.engine.quantized.scheme import read_scheme
 from tandem.engine.quantized.shapes import loaded_bytes
 from tandem.engine.random_model import make_tokenizer
 from tests.support import ports
+from tests.support.pooling_models import write_modules
 
 GIB = 1 << 30
 HOST = Host(available_bytes=16 * GIB, num_cores=8, num_gpus=0)
@@ -496,3 +497,11 @@ def test_a_time_model_that_is_wrong_is_named(checkpoint: Path, free_port: int) -
     model = {"path": str(checkpoint), **simulated(checkpoint, "card: {tflop: 7}")}
     with pytest.raises(ConfigError, match=r"times\.yaml: unknown key card.tflop; did you mean tflops"):
         preflight(checkpoint, free_port, model=model).check_model()
+
+
+def test_a_checkpoint_that_gives_vectors_needs_a_prefill_worker(checkpoint: Path, free_port: int) -> None:
+    write_modules(checkpoint, "last")
+    with pytest.raises(ConfigError, match="gives vectors, which prefill workers alone make") as caught:
+        preflight(checkpoint, free_port, pools={"prefill": {"workers": 0}}).plan()
+    assert caught.value.key == "pools.prefill.workers"
+    preflight(checkpoint, free_port).plan()

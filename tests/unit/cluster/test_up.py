@@ -295,6 +295,15 @@ def test_each_host_that_is_named_for_routers_gets_one(place: Path) -> None:
     assert serve_command(file, config, Wishes({"routers": 1}, None), has_keys=False).endswith("--prefill 1 --routers 1")
 
 
+def test_without_hosts_for_prefill_the_cluster_is_colocated(place: Path) -> None:
+    lists = {Role.DECODE: ["10.0.0.2=2"]}
+    hosts = plan_hosts("10.0.0.1", lists, user="me", key="~/.ssh/key", cluster_name="ours")
+    (place / "hosts.yaml").write_text(hosts_file(hosts))
+    file, config = LaunchFile.read(place / "hosts.yaml"), load(place / "tandem.yaml")
+    assert serve_command(file, config, Wishes({}, None), has_keys=False).endswith("--prefill 0 --decode 2")
+    assert serve_command(file, config, Wishes({"prefill": 1}, None), has_keys=False).endswith("--prefill 1 --decode 2")
+
+
 def test_every_option_of_serve_is_passed_on(place: Path) -> None:
     given = "--model m --served-model-name a --dtype float32 --host ::1 --port 9 --prefill 3 --decode 4 --routers 5"
     assert cli.main(["up", "hosts.yaml", *given.split()]) == 0

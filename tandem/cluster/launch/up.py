@@ -127,8 +127,8 @@ def asked_whether_one_runs(head: AskedHead) -> tuple[bool | None, str]:
 
 
 def serve_command(file: LaunchFile, config: Config, wishes: Wishes, *, has_keys: bool) -> str:
-    """How the head starts Tandem. On machines that stay, with as many workers as they have room for, of prefill none where
-    there is room for decode alone, and a router on each of those that are named for routers."""
+    """How the head starts Tandem. On machines that stay, with as many workers as they have room for, and a router on
+    each of those that are named for routers; where there is room for decode alone, without prefill workers."""
     words = ["tandem serve --detach --address auto"]
     if (mount := file.mount("tandem.yaml")) is not None:
         words.append(f"--config {mount.in_shell}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -17,6 +18,7 @@ from tandem.cluster.waits import check_wait
 from tandem.cluster.wheel import check_upgrade, read_wheel
 from tandem.core.errors import ConfigError, IncompatibleError
 from tandem.core.identity import Role
+from tandem.core.pooling import read_pooling
 from tandem.core.version import version
 from tandem.rpc.v1 import common_pb2, supervisor_pb2, supervisor_pb2_grpc
 
@@ -43,6 +45,8 @@ class SupervisorService(supervisor_pb2_grpc.SupervisorControlServicer):
         await self._supervisor.opened.wait()
         wanted = {Role(field.name): workers for field, workers in request.ListFields()}
         try:
+            if wanted.get(Role.PREFILL) == 0:
+                await asyncio.to_thread(_check_generates, self._spec)
             await self._supervisor.scale(wanted)
         except ConfigError as error:
             return supervisor_pb2.ScaleReply(error=_error(error), cluster=self._cluster())
@@ -93,6 +97,15 @@ class SupervisorService(supervisor_pb2_grpc.SupervisorControlServicer):
         }
         fill_cluster(message, supervisor.cluster, supervisor.loads, told, supervisor.now)
         return message
+
+
+def _check_generates(spec: ClusterSpec) -> None:
+    """Raises `ConfigError` where nothing could be served without prefill workers. Of a checkpoint that is not on this
+    host the routers say so, request by request."""
+    if spec.model_dir and read_pooling(Path(spec.model_dir)) is not None:
+        raise ConfigError(
+            f"--prefill is 0, but {spec.model_name} gives vectors, which prefill workers alone make", key="prefill"
+        )
 
 
 def _error(error: ConfigError | IncompatibleError) -> common_pb2.Error:

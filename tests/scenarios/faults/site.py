@@ -143,8 +143,8 @@ class Site:
     def warm_up(self) -> None:
         """Use every pair of workers, lose one of each pool, use them again; then note what each kind holds."""
         self.use_all_pairs("before")
-        for role in ("prefill", "decode"):
-            self.process(f"{role}-0").end()
+        for process in [self.process(name) for name in self.cluster.workers if name.endswith("-0")]:
+            process.end()
         self.overseer.wait_whole()
         self.use_all_pairs("after")
         self.prepare()

@@ -32,7 +32,6 @@ class DecodeJob(Attempt):
     journal: dict[int, list[int]]  # tokens that the client has, by choice; they are replayed, not sampled again
     scoring: PromptScoring | None = None  # of the prompt, where decode computes it
     cache_salt: str = ""
-    unpaced: bool = False  # its prompt, where it is computed here, is computed in chunks of full size
     is_cancelled: bool = False  # it was cancelled; its pages come back when the protocol says so
     is_new: bool = False  # handed off, and no step has computed a token of it yet
     local: ComputesHere | None = None  # set from when its prompt is computed here

@@ -7,6 +7,9 @@
 request is always granted when no other page is reserved. Pages of a prompt that is computed here have no such cap,
 because they wait for no other worker. The head of the queue is never overtaken.
 
+**Prompts of a colocated cluster** take turns before they take pages: the next one gets its own when those that are
+computed have no more than two chunks left. So what waits here counts as waiting at the routers, and holds no memory.
+
 **Running sequences come first.** Each of them keeps a page to grow into. While a preempted one waits, no new attempt
 gets pages. So decode always goes on by itself, whatever prefill does, and no cycle between the two pools can stand
 still.
@@ -49,6 +52,7 @@ class Attempt:
     num_running: int  # choices that will run
     page_keys: tuple[bytes, ...]
     max_local_tokens: int = 0  # computed here when no more than this are missing
+    unpaced: bool = False  # in chunks of full size then, also in the first attempt
     state: AttemptState = AttemptState.NEW
     # Of the prompt, from when they are taken: `cached` hold its beginning already and are pinned.
     cached: tuple[int, ...] = ()
@@ -177,7 +181,7 @@ class Ledger(Generic[A]):
 
     def _give_pages(self, head: A) -> bool:
         pool = self._pool
-        if self._scheduler.waiting or not self._has_place(head):
+        if self._scheduler.waiting or not self._has_place(head) or (head.unpaced and not self._has_turn()):
             return False
         # At least the last page is always sent or computed: decode's first step writes to it, so it must not be shared.
         cached = pool.acquire(head.page_keys[: (head.num_tokens - 1) // pool.page_size])
@@ -196,6 +200,16 @@ class Ledger(Generic[A]):
     def _has_place(self, head: A) -> bool:
         busy = len(self._scheduler.running) + self.num_to_come
         return busy == 0 or busy + head.num_running <= self._scheduler.limits.max_num_seqs
+
+    def _has_turn(self) -> bool:
+        """Whether what is left of the prompts that are computed here hardly fills the next two steps."""
+        computed = (s.num_to_compute for s in self._scheduler.running if not (s.is_decode or s.paced))
+        entering = (
+            attempt.num_tokens - len(attempt.cached) * self._pool.page_size
+            for attempt in self.of_state(AttemptState.ENTERING)
+            if attempt.unpaced
+        )
+        return sum(computed) + sum(entering) <= 2 * self._scheduler.limits.chunk_size
 
     def _leaves_growth(self, needed: int) -> bool:
         entering = sum(attempt.num_running for attempt in self.of_state(AttemptState.ENTERING))

@@ -17,6 +17,7 @@ import pytest
 from serving import CACHE_BYTES, Load, Serve, rare
 
 from tandem.core.config import MAX_POOL, TransportConfig
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -152,6 +153,31 @@ def test_pools_scale_by_themselves_under_load_and_no_request_fails(serve: Serve)
     assert cluster["settled"]
     assert [pool["ready"] for pool in cluster["pools"]] == [1, 1]
     assert len(cluster["workers"]) == 2
+
+
+def test_the_last_prefill_worker_leaves_and_comes_back_under_load_and_no_request_fails(serve: Serve) -> None:
+    serve.until(lambda cluster: cluster.get("settled", False))
+
+    def shown() -> tuple[bool, int]:
+        told = httpx.get(f"{serve.url}/v1/cluster", timeout=60).json()
+        return told["colocated"], len(told["prefill"])
+
+    def computed_by_decode() -> float:
+        page = httpx.get(f"{serve.url}/metrics", timeout=60).text
+        found = re.search(r'^tandem_local_prefills_total\{.*reason="colocated".*\} (\S+)$', page, re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    with Load(serve, num_clients=4) as load:
+        for size, says in (("0", "no prefill, decode 1/1 ready"), ("1", "prefill 1/1 ready, decode 1/1 ready")):
+            run = serve.tandem("scale", "--prefill", size)
+            assert run.returncode == 0, run.stderr
+            assert says in run.stdout
+            wait_until(shown, says, 30, wanted=lambda seen, size=size: seen == (size == "0", int(size)))
+            load.wait_for(len(load.responses) + 8)
+            assert httpx.get(f"{serve.url}/health", timeout=60).status_code == 200
+            assert computed_by_decode() >= 8
+    assert load.failures == []
+    assert "from 1 to" in serve.tandem("scale", "--decode", "0").stderr
 
 
 def test_more_workers_than_memory_are_refused(serve: Serve) -> None:

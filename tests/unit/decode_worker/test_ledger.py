@@ -36,13 +36,14 @@ def reservation(
     tokens: list[int] | None = None,
     local: int = 0,
     ageing_s: float = 1000.0,
+    unpaced: bool = False,
 ) -> Attempt:
     """`arrival`: its place in the order of arrival, and the second in which it came."""
     keys = tuple(page_keys(tokens, PAGE, b"m")) if tokens else ()
     num_tokens = len(tokens) if tokens else num_pages * PAGE
     return Attempt(
         key=AttemptKey(name, 1), turn=turn_of(priority, arrival, ageing_s), arrival=arrival, num_tokens=num_tokens,
-        num_running=n, page_keys=keys, max_local_tokens=local,
+        num_running=n, page_keys=keys, max_local_tokens=local, unpaced=unpaced,
     )  # fmt: skip
 
 
@@ -277,6 +278,30 @@ def test_a_prompt_computed_here_keeps_places_for_its_choices() -> None:
     give_back(queue, "urgent")
     computed(queue, "wide")
     assert names(pump(queue)) == ["two"]
+
+
+def test_prompts_of_a_colocated_cluster_take_pages_when_those_before_them_are_nearly_computed() -> None:
+    """Two chunks are 8 pages."""
+    queue = make_queue(60)
+    asked = [reservation(f"p{n}", num, arrival=n, local=999, unpaced=True) for n, num in enumerate((10, 2, 6, 1))]
+    assert push(queue, *asked) == ["p0"], "ten pages are left to compute"
+    (first,) = queue._scheduler.running
+    first.num_computed = 2 * PAGE
+    assert names(pump(queue)) == ["p1"], "eight are left, and then ten again"
+    first.num_computed = 4 * PAGE
+    assert names(pump(queue)) == ["p2"], "of both together"
+    computed(queue, "p0")
+    assert names(pump(queue)) == ["p3"]
+
+
+def test_those_that_have_their_pages_and_are_not_in_the_batch_yet_count_too() -> None:
+    queue = make_queue(60)
+    for number in range(2):
+        queue.push(reservation(f"p{number}", 10, arrival=number, local=999, unpaced=True))
+    taken = queue.take()
+    assert taken is not None
+    assert taken.state is ENTERING
+    assert queue.take() is None
 
 
 # ---- pages that were verified before the handoff failed

@@ -39,7 +39,7 @@ def test_prompts_are_computed_in_chunks_of_full_size() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_cancels_and_deaths_of_decode_workers_change_no_token_and_leave_nothing(seed: int) -> None:
     crashes = {"decode-0": 0.15, "decode-1": 0.5}
-    world = serve(replace(COLOCATED, seed=seed, num_decode=3), num_cancels=8, crashes=crashes)
+    world = serve(replace(COLOCATED, seed=seed, num_decode=3), num_cancels=20, crashes=crashes)
     check_tokens(world)
     assert world.count["crashed decode"] == 2
     assert any(request.journal.attempt > 1 for request in world.requests.values())

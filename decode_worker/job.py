@@ -25,6 +25,7 @@ class DecodeJob(Attempt):
     """One attempt at one request."""
 
     session: int
+    own_turn: float  # of its choices: without the slack that its prompt has
     prompt_ids: list[int]
     params: SamplingParams
     num_choices: int
@@ -49,6 +50,7 @@ class DecodeJob(Attempt):
         """The prompt, computed here once for all choices; see `Prompt`."""
         num_cached = len(self.cached)
         sequence = self._make_sequence(0, [], [*self.cached, *self.pages], num_cached * page_size, num_cached)
+        sequence.turn = self.turn
         sequence.samples = bool(self.to_sample)
         sequence.scoring = self.scoring
         # A retry is not paced: it has waited long enough, and prefill has no time for it.
@@ -84,7 +86,7 @@ class DecodeJob(Attempt):
             request_id=self.key.request_id,
             attempt=self.key.attempt,
             choice=choice,
-            turn=self.turn,
+            turn=self.own_turn,
             arrival=self.arrival,
             token_ids=token_ids,
             num_prompt=len(self.prompt_ids),

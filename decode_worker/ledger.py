@@ -7,8 +7,8 @@
 request is always granted when no other page is reserved. Pages of a prompt that is computed here have no such cap,
 because they wait for no other worker. The head of the queue is never overtaken.
 
-**Prompts of a colocated cluster** take turns before they take pages: the next one gets its own when those that are
-computed have no more than two chunks left. So what waits here counts as waiting at the routers, and holds no memory.
+**Prompts of a colocated cluster** take turns before they take pages: the next one gets its own when those before it
+that are computed have no more than two chunks left. So what waits here counts as waiting at the routers too.
 
 **Running sequences come first.** Each of them keeps a page to grow into. While a preempted one waits, no new attempt
 gets pages. So decode always goes on by itself, whatever prefill does, and no cycle between the two pools can stand
@@ -46,7 +46,7 @@ class Attempt:
     cache."""
 
     key: AttemptKey
-    turn: float  # lower goes first: `tandem.worker.turn`
+    turn: float  # of its prompt; lower goes first: `tandem.worker.turn`
     arrival: int
     num_tokens: int  # of the prompt
     num_running: int  # choices that will run
@@ -181,7 +181,7 @@ class Ledger(Generic[A]):
 
     def _give_pages(self, head: A) -> bool:
         pool = self._pool
-        if self._scheduler.waiting or not self._has_place(head) or (head.unpaced and not self._has_turn()):
+        if self._scheduler.waiting or not self._has_place(head) or (head.unpaced and not self._has_turn(head)):
             return False
         # At least the last page is always sent or computed: decode's first step writes to it, so it must not be shared.
         cached = pool.acquire(head.page_keys[: (head.num_tokens - 1) // pool.page_size])
@@ -201,13 +201,15 @@ class Ledger(Generic[A]):
         busy = len(self._scheduler.running) + self.num_to_come
         return busy == 0 or busy + head.num_running <= self._scheduler.limits.max_num_seqs
 
-    def _has_turn(self) -> bool:
-        """Whether what is left of the prompts that are computed here hardly fills the next two steps."""
-        computed = (s.num_to_compute for s in self._scheduler.running if not (s.is_decode or s.paced))
+    def _has_turn(self, head: A) -> bool:
+        """Whether what is left of the prompts before it that are computed here hardly fills the next two steps."""
+        turn = (head.turn, head.arrival)
+        running = (s for s in self._scheduler.running if (s.turn, s.arrival) <= turn)
+        computed = (s.num_to_compute for s in running if not (s.is_decode or s.paced))
         entering = (
             attempt.num_tokens - len(attempt.cached) * self._pool.page_size
             for attempt in self.of_state(AttemptState.ENTERING)
-            if attempt.unpaced
+            if attempt.unpaced and (attempt.turn, attempt.arrival) <= turn
         )
         return sum(computed) + sum(entering) <= 2 * self._scheduler.limits.chunk_size
 

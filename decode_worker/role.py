@@ -155,9 +155,11 @@ class DecodeRole:
         # A cached prefix has no logits.
         caching = self._scheduler.prefix_cache and not (spec.scoring and spec.scoring.num_known < num_prompt)
         self._arrivals += 1
+        turn = turn_of(spec.priority, self._clock.now() - spec.age_s, self._limits.priority_ageing_s)
         return DecodeJob(
             key=key,
-            turn=turn_of(spec.priority, self._clock.now() - spec.age_s, self._limits.priority_ageing_s),
+            turn=turn + spec.slack_s,
+            own_turn=turn,
             arrival=self._arrivals,
             num_tokens=num_prompt,
             num_running=max(1, len(going_on)),

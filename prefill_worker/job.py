@@ -106,7 +106,7 @@ def make_job(
         request_id=spec.key.request_id,
         attempt=spec.key.attempt,
         choice=0,
-        turn=turn_of(spec.priority, now_s - spec.age_s, limits.priority_ageing_s),
+        turn=turn_of(spec.priority, now_s - spec.age_s, limits.priority_ageing_s, spec.slack_s),
         arrival=arrival,
         token_ids=list(spec.prompt_ids),
         num_prompt=len(spec.prompt_ids),

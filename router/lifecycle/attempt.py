@@ -111,10 +111,15 @@ class Attempt:
             computes=max_local_tokens >= num_tokens,
             num_sequences=request.num_choices,
         )
-        age_s = in_flight.age_s
-        unpaced = self._route.unpaced
         self._decode.send(
-            wire.reserve(request, self._journal, age_s=age_s, max_local_tokens=max_local_tokens, unpaced=unpaced)
+            wire.reserve(
+                request,
+                self._journal,
+                age_s=in_flight.age_s,
+                slack_s=in_flight.slack_s,
+                max_local_tokens=max_local_tokens,
+                unpaced=self._route.unpaced,
+            )
         )
         if self._prefill is not None:
             self._start_prefill(self._prefill)
@@ -130,7 +135,11 @@ class Attempt:
     def _start_prefill(self, prefill: WorkerSession) -> None:
         in_flight, request = self._in_flight, self._in_flight.request
         prefill.hold(self._request_id, in_flight.inbox, len(request.prompt_ids), computes=True)
-        prefill.send(wire.start_prefill(request, self._journal, self._decode.info, age_s=in_flight.age_s))
+        prefill.send(
+            wire.start_prefill(
+                request, self._journal, self._decode.info, age_s=in_flight.age_s, slack_s=in_flight.slack_s
+            )
+        )
         in_flight.pages_kept_at[prefill.key] = prefill
 
     # -- events

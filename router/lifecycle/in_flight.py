@@ -8,10 +8,12 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 
 from router.lifecycle.context import RouterContext
 from router.observe.trace import Trace
 from router.policy.choose import choose
+from router.policy.first_token import slack_of
 from router.policy.prefix import HeldPrefix
 from router.policy.recovery import FIRST, PLANNED, AttemptEnd, Fault, Recovery, RecoveryLimits
 from router.policy.route import RequestFacts, Route
@@ -84,6 +86,13 @@ class InFlightRequest:
     def age_s(self) -> float:
         """Seconds since the request came, whatever came of earlier attempts: a retry keeps its place in queues."""
         return self.context.clock.now() - self.request.arrived_s
+
+    @cached_property
+    def slack_s(self) -> float:
+        """Of its prompt, as of when it is placed first."""
+        context, request, facts = self.context, self.request, self.facts
+        num_tokens = facts.num_prompt_tokens - facts.prefix.most_tokens
+        return slack_of(num_tokens, context.workers.snapshot().prefill_tokens_per_s, request.timeout_s)
 
     # -- inputs
 

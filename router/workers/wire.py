@@ -22,23 +22,31 @@ _FINISH_REASONS = {
 
 
 def reserve(
-    request: Request, journal: Journal, *, age_s: float, max_local_tokens: int, unpaced: bool = False
+    request: Request,
+    journal: Journal,
+    *,
+    age_s: float,
+    slack_s: float,
+    max_local_tokens: int,
+    unpaced: bool = False,
 ) -> decode_pb2.DecodeCommand:
     """Ask decode for pages; it may compute up to `max_local_tokens` of the prompt by itself instead: paced in a first
     attempt, unless it is `unpaced`."""
-    reserve = decode_pb2.Reserve(**_spec(request, journal, age_s), max_local_tokens=max_local_tokens, unpaced=unpaced)
+    reserve = decode_pb2.Reserve(
+        **_spec(request, journal, age_s, slack_s), max_local_tokens=max_local_tokens, unpaced=unpaced
+    )
     return decode_pb2.DecodeCommand(reserve=reserve)
 
 
 def start_prefill(
-    request: Request, journal: Journal, decode: common_pb2.WorkerInfo | None, *, age_s: float
+    request: Request, journal: Journal, decode: common_pb2.WorkerInfo | None, *, age_s: float, slack_s: float
 ) -> prefill_pb2.PrefillCommand:
     """`decode`: where the pages go; `None`: the prompt is pooled."""
-    start = prefill_pb2.StartPrefill(**_spec(request, journal, age_s), decode=decode, pools=request.pools)
+    start = prefill_pb2.StartPrefill(**_spec(request, journal, age_s, slack_s), decode=decode, pools=request.pools)
     return prefill_pb2.PrefillCommand(start=start)
 
 
-def _spec(request: Request, journal: Journal, age_s: float) -> dict[str, Any]:
+def _spec(request: Request, journal: Journal, age_s: float, slack_s: float) -> dict[str, Any]:
     """What both roles are told of an attempt, alike; `tandem.worker.wire.spec_from_proto` reads it."""
     return {
         "request_id": request.request_id,
@@ -49,6 +57,7 @@ def _spec(request: Request, journal: Journal, age_s: float) -> dict[str, Any]:
         "num_choices": request.num_choices,
         "journal": _journal_to_proto(journal),
         "age_s": age_s,
+        "slack_s": slack_s,
         "scoring": _scoring_to_proto(journal.prompt_scores),
         "cache_salt": request.cache_salt,
     }

@@ -35,6 +35,7 @@ class AttemptSpec:
     scoring: PromptScoring | None = None  # set where the prompt's log-probabilities are wanted
     cache_salt: str = ""
     pools: bool = False  # a vector of the prompt is wanted, and no token
+    slack_s: float = 0.0  # of the prompt: see `tandem.worker.turn`
 
 
 @dataclass(frozen=True, slots=True)

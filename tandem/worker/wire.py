@@ -41,6 +41,7 @@ def spec_from_proto(message: decode_pb.Reserve | prefill_pb.StartPrefill) -> Att
         scoring=_scoring_from_proto(message.scoring) if message.HasField("scoring") else None,
         cache_salt=message.cache_salt,
         pools=isinstance(message, prefill_pb.StartPrefill) and message.pools,
+        slack_s=max(0.0, message.slack_s),
     )
 
 

@@ -39,7 +39,7 @@ class DecodeNode(Node, ReceiverEnd):
 
     # -- what the router says
 
-    def reserve(self, spec: AttemptSpec, max_local_tokens: int, *, unpaced: bool) -> None:
+    def reserve(self, spec: AttemptSpec, max_local_tokens: int, *, unpaced: bool = False) -> None:
         self.core.reserve(SESSION, spec, max_local_tokens, unpaced=unpaced)
 
     def cancel(self, key: AttemptKey) -> None:

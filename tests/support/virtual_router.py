@@ -12,6 +12,7 @@ from typing import Any
 
 from decode_worker.events import GrantMade, WriterSuspected
 from kvtransfer.protocol.messages import AttemptKey
+from router.policy.first_token import slack_of
 from router.policy.losses import Fate
 from router.policy.recovery import FIRST, PLANNED, AttemptEnd, Recovery, RecoveryLimits
 from router.policy.retry_budget import RetryBudget
@@ -33,6 +34,7 @@ from tests.support.scripted_model import PAGE
 from tests.support.virtual_attempt import Attempt
 
 _LATENCY_S = 0.0005  # to a worker and back
+_TOKENS_PER_S = 5000.0  # of prompts, as it has learnt
 _NOTICE_S = 0.05  # until a broken stream is noticed
 _PROOF_S = 0.3  # until the supervisor has told that a process ended
 _MOST_DOUBT_S = 3.0  # as `router.lifecycle.in_flight`: lease and grace
@@ -256,6 +258,7 @@ class InFlight:
             age_s=self._router.kernel.now_s - request.arrived_s,
             scoring=scores and PromptScoring(scores.num_top, len(scores.tokens)),
             cache_salt=request.cache_salt,
+            slack_s=slack_of(len(request.prompt_ids), _TOKENS_PER_S),
         )
 
     def keeps_pages(self, prefill: PrefillNode) -> None:

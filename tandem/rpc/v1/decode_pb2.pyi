@@ -63,6 +63,7 @@ class Reserve(_message.Message):
     SCORING_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     UNPACED_FIELD_NUMBER: _builtins.int
+    SLACK_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     priority: _builtins.int
@@ -80,6 +81,8 @@ class Reserve(_message.Message):
     """The cluster is colocated: decode computes the prompt in chunks of full size beside what it generates. Else a prompt
     that is computed in the first attempt takes the room that steps have.
     """
+    slack_s: _builtins.float
+    """Its prompt goes before those that come this many seconds later or more, and behind shorter ones that come sooner."""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -107,10 +110,11 @@ class Reserve(_message.Message):
         scoring: _common_pb2.PromptScoring | None = ...,
         cache_salt: _builtins.str = ...,
         unpaced: _builtins.bool = ...,
+        slack_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "scoring", b"scoring"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "attempt", b"attempt", "cache_salt", b"cache_salt", "journal", b"journal", "max_local_tokens", b"max_local_tokens", "num_choices", b"num_choices", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling", "scoring", b"scoring", "unpaced", b"unpaced"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "attempt", b"attempt", "cache_salt", b"cache_salt", "journal", b"journal", "max_local_tokens", b"max_local_tokens", "num_choices", b"num_choices", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling", "scoring", b"scoring", "slack_s", b"slack_s", "unpaced", b"unpaced"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,7 +26,7 @@ from tandem.rpc.v1 import common_pb2 as tandem_dot_v1_dot_common__pb2
 from tandem.rpc.v1 import decode_pb2 as tandem_dot_v1_dot_decode__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/prefill.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\x1a\x16tandem/v1/decode.proto\"\xdc\x01\n\x0ePrefillCommand\x12(\n\x05start\x18\x01 \x01(\x0b\x32\x17.tandem.v1.StartPrefillH\x00\x12(\n\x06\x61ttach\x18\x02 \x01(\x0b\x32\x16.tandem.v1.AttachGrantH\x00\x12#\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x11.tandem.v1.CancelH\x00\x12%\n\x07release\x18\x04 \x01(\x0b\x32\x12.tandem.v1.ReleaseH\x00\x12\x1f\n\x04meet\x18\x05 \x01(\x0b\x32\x0f.tandem.v1.MeetH\x00\x42\t\n\x07\x63ommand\"-\n\x04Meet\x12%\n\x06\x64\x65\x63ode\x18\x01 \x03(\x0b\x32\x15.tandem.v1.WorkerInfo\"\x1d\n\x07Release\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xc4\x02\n\x0cStartPrefill\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08priority\x18\x03 \x01(\x05\x12\x12\n\nprompt_ids\x18\x04 \x03(\r\x12%\n\x08sampling\x18\x05 \x01(\x0b\x32\x13.tandem.v1.Sampling\x12\x13\n\x0bnum_choices\x18\x06 \x01(\r\x12)\n\x07journal\x18\x07 \x03(\x0b\x32\x18.tandem.v1.ChoiceJournal\x12%\n\x06\x64\x65\x63ode\x18\x08 \x01(\x0b\x32\x15.tandem.v1.WorkerInfo\x12\r\n\x05\x61ge_s\x18\t \x01(\x01\x12)\n\x07scoring\x18\n \x01(\x0b\x32\x18.tandem.v1.PromptScoring\x12\x12\n\ncache_salt\x18\x0b \x01(\t\x12\r\n\x05pools\x18\x0c \x01(\x08\"S\n\x0b\x41ttachGrant\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x1f\n\x05grant\x18\x03 \x01(\x0b\x32\x10.tandem.v1.Grant\"\x8d\x01\n\rPrefillEvents\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.tandem.v1.PrefillEvent\x12\'\n\x06status\x18\x02 \x01(\x0b\x32\x17.tandem.v1.WorkerStatus\x12\x19\n\x0cnum_commands\x18\x03 \x01(\x04H\x00\x88\x01\x01\x42\x0f\n\r_num_commands\"\xc4\x03\n\x0cPrefillEvent\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x15.tandem.v1.WorkerInfoH\x00\x12,\n\x07started\x18\x02 \x01(\x0b\x32\x19.tandem.v1.PrefillStartedH\x00\x12\'\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x10.tandem.v1.TokenH\x00\x12.\n\x0chandoff_done\x18\x04 \x01(\x0b\x32\x16.tandem.v1.HandoffDoneH\x00\x12(\n\x05\x65nded\x18\x05 \x01(\x0b\x32\x17.tandem.v1.PrefillEndedH\x00\x12*\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x18.tandem.v1.AttemptFailedH\x00\x12&\n\x04link\x18\x07 \x01(\x0b\x32\x16.tandem.v1.LinkChangedH\x00\x12)\n\x06scored\x18\x08 \x01(\x0b\x32\x17.tandem.v1.PromptScoredH\x00\x12(\n\x06\x63\x61\x63hed\x18\t \x01(\x0b\x32\x16.tandem.v1.CachedPagesH\x00\x12)\n\x06pooled\x18\n \x01(\x0b\x32\x17.tandem.v1.PromptPooledH\x00\x42\x07\n\x05\x65vent\"\x8e\x01\n\x0bLinkChanged\x12\x19\n\x11prefill_worker_id\x18\x01 \x01(\t\x12\x1b\n\x13prefill_incarnation\x18\x02 \x01(\t\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x03 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x04 \x01(\t\x12\x11\n\tis_broken\x18\x05 \x01(\x08\"P\n\x0ePrefillStarted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\"\x9a\x02\n\x0bHandoffDone\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x13\n\x0bnum_extents\x18\x04 \x01(\r\x12\x17\n\x0fnum_descriptors\x18\x05 \x01(\r\x12\x11\n\thandoff_s\x18\x06 \x01(\x01\x12\x11\n\texposed_s\x18\x07 \x01(\x01\x12\x11\n\tcompute_s\x18\x08 \x01(\x01\x12\x1b\n\x13num_computed_tokens\x18\t \x01(\r\x12\x19\n\x11num_cached_tokens\x18\n \x01(\r\x12\x10\n\x08\x61nswer_s\x18\x0b \x01(\x01\x12\"\n\x05spans\x18\x0c \x03(\x0b\x32\x13.tandem.v1.WorkSpan\"C\n\x0cPromptPooled\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06values\x18\x03 \x03(\x02\"\xa2\x01\n\x0cPrefillEnded\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\tcompute_s\x18\x03 \x01(\x01\x12\x1b\n\x13num_computed_tokens\x18\x04 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12\"\n\x05spans\x18\x06 \x03(\x0b\x32\x13.tandem.v1.WorkSpan\"G\n\x08WorkSpan\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x62\x65gin_s\x18\x02 \x01(\x01\x12\r\n\x05\x65nd_s\x18\x03 \x01(\x01\x12\r\n\x05\x63ount\x18\x04 \x01(\x04\"n\n\x11StopWritesRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08grant_id\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x12\n\ncapability\x18\x05 \x01(\x0c\"E\n\x0fStopWritesReply\x12\x1a\n\x12sender_incarnation\x18\x01 \x01(\t\x12\x16\n\x0enum_bytes_left\x18\x02 \x01(\x04\x32\x9c\x01\n\x0ePrefillService\x12\x42\n\x07Session\x12\x19.tandem.v1.PrefillCommand\x1a\x18.tandem.v1.PrefillEvents(\x01\x30\x01\x12\x46\n\nStopWrites\x12\x1c.tandem.v1.StopWritesRequest\x1a\x1a.tandem.v1.StopWritesReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/prefill.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\x1a\x16tandem/v1/decode.proto\"\xdc\x01\n\x0ePrefillCommand\x12(\n\x05start\x18\x01 \x01(\x0b\x32\x17.tandem.v1.StartPrefillH\x00\x12(\n\x06\x61ttach\x18\x02 \x01(\x0b\x32\x16.tandem.v1.AttachGrantH\x00\x12#\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x11.tandem.v1.CancelH\x00\x12%\n\x07release\x18\x04 \x01(\x0b\x32\x12.tandem.v1.ReleaseH\x00\x12\x1f\n\x04meet\x18\x05 \x01(\x0b\x32\x0f.tandem.v1.MeetH\x00\x42\t\n\x07\x63ommand\"-\n\x04Meet\x12%\n\x06\x64\x65\x63ode\x18\x01 \x03(\x0b\x32\x15.tandem.v1.WorkerInfo\"\x1d\n\x07Release\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xd5\x02\n\x0cStartPrefill\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08priority\x18\x03 \x01(\x05\x12\x12\n\nprompt_ids\x18\x04 \x03(\r\x12%\n\x08sampling\x18\x05 \x01(\x0b\x32\x13.tandem.v1.Sampling\x12\x13\n\x0bnum_choices\x18\x06 \x01(\r\x12)\n\x07journal\x18\x07 \x03(\x0b\x32\x18.tandem.v1.ChoiceJournal\x12%\n\x06\x64\x65\x63ode\x18\x08 \x01(\x0b\x32\x15.tandem.v1.WorkerInfo\x12\r\n\x05\x61ge_s\x18\t \x01(\x01\x12)\n\x07scoring\x18\n \x01(\x0b\x32\x18.tandem.v1.PromptScoring\x12\x12\n\ncache_salt\x18\x0b \x01(\t\x12\r\n\x05pools\x18\x0c \x01(\x08\x12\x0f\n\x07slack_s\x18\r \x01(\x01\"S\n\x0b\x41ttachGrant\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x1f\n\x05grant\x18\x03 \x01(\x0b\x32\x10.tandem.v1.Grant\"\x8d\x01\n\rPrefillEvents\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.tandem.v1.PrefillEvent\x12\'\n\x06status\x18\x02 \x01(\x0b\x32\x17.tandem.v1.WorkerStatus\x12\x19\n\x0cnum_commands\x18\x03 \x01(\x04H\x00\x88\x01\x01\x42\x0f\n\r_num_commands\"\xc4\x03\n\x0cPrefillEvent\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x15.tandem.v1.WorkerInfoH\x00\x12,\n\x07started\x18\x02 \x01(\x0b\x32\x19.tandem.v1.PrefillStartedH\x00\x12\'\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x10.tandem.v1.TokenH\x00\x12.\n\x0chandoff_done\x18\x04 \x01(\x0b\x32\x16.tandem.v1.HandoffDoneH\x00\x12(\n\x05\x65nded\x18\x05 \x01(\x0b\x32\x17.tandem.v1.PrefillEndedH\x00\x12*\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x18.tandem.v1.AttemptFailedH\x00\x12&\n\x04link\x18\x07 \x01(\x0b\x32\x16.tandem.v1.LinkChangedH\x00\x12)\n\x06scored\x18\x08 \x01(\x0b\x32\x17.tandem.v1.PromptScoredH\x00\x12(\n\x06\x63\x61\x63hed\x18\t \x01(\x0b\x32\x16.tandem.v1.CachedPagesH\x00\x12)\n\x06pooled\x18\n \x01(\x0b\x32\x17.tandem.v1.PromptPooledH\x00\x42\x07\n\x05\x65vent\"\x8e\x01\n\x0bLinkChanged\x12\x19\n\x11prefill_worker_id\x18\x01 \x01(\t\x12\x1b\n\x13prefill_incarnation\x18\x02 \x01(\t\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x03 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x04 \x01(\t\x12\x11\n\tis_broken\x18\x05 \x01(\x08\"P\n\x0ePrefillStarted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\"\x9a\x02\n\x0bHandoffDone\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x13\n\x0bnum_extents\x18\x04 \x01(\r\x12\x17\n\x0fnum_descriptors\x18\x05 \x01(\r\x12\x11\n\thandoff_s\x18\x06 \x01(\x01\x12\x11\n\texposed_s\x18\x07 \x01(\x01\x12\x11\n\tcompute_s\x18\x08 \x01(\x01\x12\x1b\n\x13num_computed_tokens\x18\t \x01(\r\x12\x19\n\x11num_cached_tokens\x18\n \x01(\r\x12\x10\n\x08\x61nswer_s\x18\x0b \x01(\x01\x12\"\n\x05spans\x18\x0c \x03(\x0b\x32\x13.tandem.v1.WorkSpan\"C\n\x0cPromptPooled\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06values\x18\x03 \x03(\x02\"\xa2\x01\n\x0cPrefillEnded\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\tcompute_s\x18\x03 \x01(\x01\x12\x1b\n\x13num_computed_tokens\x18\x04 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12\"\n\x05spans\x18\x06 \x03(\x0b\x32\x13.tandem.v1.WorkSpan\"G\n\x08WorkSpan\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x62\x65gin_s\x18\x02 \x01(\x01\x12\r\n\x05\x65nd_s\x18\x03 \x01(\x01\x12\r\n\x05\x63ount\x18\x04 \x01(\x04\"n\n\x11StopWritesRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08grant_id\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x12\n\ncapability\x18\x05 \x01(\x0c\"E\n\x0fStopWritesReply\x12\x1a\n\x12sender_incarnation\x18\x01 \x01(\t\x12\x16\n\x0enum_bytes_left\x18\x02 \x01(\x04\x32\x9c\x01\n\x0ePrefillService\x12\x42\n\x07Session\x12\x19.tandem.v1.PrefillCommand\x1a\x18.tandem.v1.PrefillEvents(\x01\x30\x01\x12\x46\n\nStopWrites\x12\x1c.tandem.v1.StopWritesRequest\x1a\x1a.tandem.v1.StopWritesReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,29 +40,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RELEASE']._serialized_start=356
   _globals['_RELEASE']._serialized_end=385
   _globals['_STARTPREFILL']._serialized_start=388
-  _globals['_STARTPREFILL']._serialized_end=712
-  _globals['_ATTACHGRANT']._serialized_start=714
-  _globals['_ATTACHGRANT']._serialized_end=797
-  _globals['_PREFILLEVENTS']._serialized_start=800
-  _globals['_PREFILLEVENTS']._serialized_end=941
-  _globals['_PREFILLEVENT']._serialized_start=944
-  _globals['_PREFILLEVENT']._serialized_end=1396
-  _globals['_LINKCHANGED']._serialized_start=1399
-  _globals['_LINKCHANGED']._serialized_end=1541
-  _globals['_PREFILLSTARTED']._serialized_start=1543
-  _globals['_PREFILLSTARTED']._serialized_end=1623
-  _globals['_HANDOFFDONE']._serialized_start=1626
-  _globals['_HANDOFFDONE']._serialized_end=1908
-  _globals['_PROMPTPOOLED']._serialized_start=1910
-  _globals['_PROMPTPOOLED']._serialized_end=1977
-  _globals['_PREFILLENDED']._serialized_start=1980
-  _globals['_PREFILLENDED']._serialized_end=2142
-  _globals['_WORKSPAN']._serialized_start=2144
-  _globals['_WORKSPAN']._serialized_end=2215
-  _globals['_STOPWRITESREQUEST']._serialized_start=2217
-  _globals['_STOPWRITESREQUEST']._serialized_end=2327
-  _globals['_STOPWRITESREPLY']._serialized_start=2329
-  _globals['_STOPWRITESREPLY']._serialized_end=2398
-  _globals['_PREFILLSERVICE']._serialized_start=2401
-  _globals['_PREFILLSERVICE']._serialized_end=2557
+  _globals['_STARTPREFILL']._serialized_end=729
+  _globals['_ATTACHGRANT']._serialized_start=731
+  _globals['_ATTACHGRANT']._serialized_end=814
+  _globals['_PREFILLEVENTS']._serialized_start=817
+  _globals['_PREFILLEVENTS']._serialized_end=958
+  _globals['_PREFILLEVENT']._serialized_start=961
+  _globals['_PREFILLEVENT']._serialized_end=1413
+  _globals['_LINKCHANGED']._serialized_start=1416
+  _globals['_LINKCHANGED']._serialized_end=1558
+  _globals['_PREFILLSTARTED']._serialized_start=1560
+  _globals['_PREFILLSTARTED']._serialized_end=1640
+  _globals['_HANDOFFDONE']._serialized_start=1643
+  _globals['_HANDOFFDONE']._serialized_end=1925
+  _globals['_PROMPTPOOLED']._serialized_start=1927
+  _globals['_PROMPTPOOLED']._serialized_end=1994
+  _globals['_PREFILLENDED']._serialized_start=1997
+  _globals['_PREFILLENDED']._serialized_end=2159
+  _globals['_WORKSPAN']._serialized_start=2161
+  _globals['_WORKSPAN']._serialized_end=2232
+  _globals['_STOPWRITESREQUEST']._serialized_start=2234
+  _globals['_STOPWRITESREQUEST']._serialized_end=2344
+  _globals['_STOPWRITESREPLY']._serialized_start=2346
+  _globals['_STOPWRITESREPLY']._serialized_end=2415
+  _globals['_PREFILLSERVICE']._serialized_start=2418
+  _globals['_PREFILLSERVICE']._serialized_end=2574
 # @@protoc_insertion_point(module_scope)

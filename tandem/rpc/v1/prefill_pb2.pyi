@@ -119,6 +119,7 @@ class StartPrefill(_message.Message):
     SCORING_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     POOLS_FIELD_NUMBER: _builtins.int
+    SLACK_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     priority: _builtins.int
@@ -130,6 +131,8 @@ class StartPrefill(_message.Message):
     """cached prefixes are shared under equal ones only"""
     pools: _builtins.bool
     """a vector is wanted and no token: there is no `decode`, and no handoff"""
+    slack_s: _builtins.float
+    """It goes before those that come this many seconds later or more, and behind shorter ones that come sooner."""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -161,10 +164,11 @@ class StartPrefill(_message.Message):
         scoring: _common_pb2.PromptScoring | None = ...,
         cache_salt: _builtins.str = ...,
         pools: _builtins.bool = ...,
+        slack_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "sampling", b"sampling", "scoring", b"scoring"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "attempt", b"attempt", "cache_salt", b"cache_salt", "decode", b"decode", "journal", b"journal", "num_choices", b"num_choices", "pools", b"pools", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling", "scoring", b"scoring"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "attempt", b"attempt", "cache_salt", b"cache_salt", "decode", b"decode", "journal", b"journal", "num_choices", b"num_choices", "pools", b"pools", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling", "scoring", b"scoring", "slack_s", b"slack_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -77,7 +77,8 @@ def give_back(queue: Queue, name: str) -> None:
 def compute(queue: Queue, taken: Attempt) -> None:
     key = taken.key
     num_tokens, num_cached = taken.num_tokens, len(taken.cached) * PAGE
-    sequence = Sequence(key.request_id, 1, 0, 0, 0, [1] * num_tokens, num_tokens, SamplingParams(), True, num_cached)
+    ids, turn, arrival = [1] * num_tokens, taken.turn, taken.arrival
+    sequence = Sequence(key.request_id, 1, 0, turn, arrival, ids, num_tokens, SamplingParams(), True, num_cached)
     sequence.pages = [*taken.cached, *taken.pages]
     queue._scheduler.enter(sequence)
     queue.set_state(taken, COMPUTING)
@@ -292,6 +293,15 @@ def test_prompts_of_a_colocated_cluster_take_pages_when_those_before_them_are_ne
     assert names(pump(queue)) == ["p2"], "of both together"
     computed(queue, "p0")
     assert names(pump(queue)) == ["p3"]
+
+
+def test_a_prompt_that_is_due_sooner_does_not_wait_for_a_long_one_that_is_computed() -> None:
+    queue = make_queue(60)
+    long = reservation("long", 20, arrival=1, local=999, unpaced=True)
+    long.turn += 50
+    assert push(queue, long) == ["long"]
+    assert push(queue, reservation("later", 1, arrival=52, local=999, unpaced=True)) == []
+    assert push(queue, reservation("sooner", 1, arrival=2, local=999, unpaced=True)) == ["sooner"]
 
 
 def test_those_that_have_their_pages_and_are_not_in_the_batch_yet_count_too() -> None:

@@ -77,6 +77,18 @@ def test_choices_scores_and_why(colocated: Site) -> None:
     assert [candidate["worker"] for candidate in attempt["candidates"]] == ["decode-0"]
 
 
+def test_the_speed_of_prompts_is_learnt_from_decode(colocated: Site) -> None:
+    """By it a prompt gives way to shorter ones: for sixteen times its own computation."""
+    colocated.post(prompt="a" * 60)
+    assert colocated.decode.wait_for("reserve").slack_s == 0, "nothing is known yet"
+    colocated.decode.status.chunk_tokens += 600
+    colocated.decode.status.chunk_s += 2.0
+    colocated.decode.status.num_queued_tokens = 1
+    colocated.until_shown("decode-0", num_queued_tokens=1)
+    colocated.post(prompt="b" * 60)
+    assert colocated.decode.wait_for("reserve", 2).slack_s == pytest.approx(16 * 60 / 300)
+
+
 def test_a_decode_worker_that_dies_over_a_prompt_is_replaced_by_another(colocated: Site) -> None:
     colocated.decode.held_back.clear()
     under_way = in_background(colocated, prompt="x" * 200)

@@ -166,3 +166,12 @@ def test_a_retry_that_is_handed_off_is_no_work_of_decodes(mixed: Site) -> None:
     other.wait_for("start")
     in_background(mixed, prompt="x" * 8)
     assert mixed.decode.wait_for("reserve", 3).max_local_tokens == 8
+
+
+def test_both_workers_hear_for_how_long_a_prompt_gives_way_to_shorter_ones(mixed: Site) -> None:
+    mixed.post(prompt="a" * 60)
+    assert mixed.prefill.wait_for("start").slack_s == mixed.decode.wait_for("reserve").slack_s == 0
+    mixed.until_metric("tandem_prefill_compute_seconds_count", 1)  # three tokens in 10 ms
+    mixed.post(prompt="b" * 60)
+    assert mixed.prefill.wait_for("start", 2).slack_s == pytest.approx(16 * 60 / 300)
+    assert mixed.decode.wait_for("reserve", 2).slack_s == pytest.approx(16 * 60 / 300)

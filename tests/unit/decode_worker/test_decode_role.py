@@ -86,12 +86,22 @@ class World:
         return [[SampledToken(token) for _ in of_one for token in self.next_tokens] for of_one in rows]
 
     def reserve(
-        self, name: str = "r", *, attempt: int = 1, local: int = 0, num_tokens: int = 6, choices: int = 1
+        self,
+        name: str = "r",
+        *,
+        attempt: int = 1,
+        local: int = 0,
+        num_tokens: int = 6,
+        choices: int = 1,
+        unpaced: bool = False,
+        slack_s: float = 0.0,
+        journal: tuple[ChoiceJournal, ...] = (),
     ) -> AttemptKey:
         params = SamplingParams(temperature=0, max_tokens=8 if num_tokens == 6 else 3)
         key = AttemptKey(name, attempt)
         prompt = tuple(2 + (len(name) + index) % 90 for index in range(num_tokens))
-        self.role.reserve(SESSION, AttemptSpec(key, 0, prompt, params, choices), local)
+        spec = AttemptSpec(key, 0, prompt, params, choices, journal, slack_s=slack_s)
+        self.role.reserve(SESSION, spec, local, unpaced=unpaced)
         return key
 
     def hand_off(self, grant: Grant, *, digests: tuple[int, ...] = (), first: int = 5) -> RefusalReason | None:
@@ -532,3 +542,39 @@ def test_guesses_say_nothing_of_how_fast_prompts_are_computed() -> None:
         world.step()
     assert world.counters.num_guesses
     assert [num for num in rates.told if num] == [3], "the prompt alone"
+
+
+# -- colocated
+
+
+def test_a_prompt_of_a_colocated_cluster_is_computed_in_chunks_of_full_size_and_counted() -> None:
+    world = World()
+    world.step_s = 0.5
+    world.reserve(local=40, num_tokens=40, unpaced=True)
+    sizes = []
+    for _ in range(3):
+        world.step()
+        sizes.append(world.counters.num_chunk_tokens)
+    assert sizes == [16, 32, 40]
+    assert (world.counters.chunk_s, world.counters.num_mixed_steps) == (1.5, 0)
+    assert world.tokens() == [(0, 7, None)]
+
+
+def test_one_whose_choices_have_all_ended_is_refused_as_nobody_would_fill_its_pages() -> None:
+    world = World()
+    world.reserve(local=6, attempt=2, unpaced=True, journal=(ChoiceJournal(0, (5,), finished=True),))
+    (failed,) = world.events
+    assert isinstance(failed, AttemptFailed)
+    assert "every choice has ended already" in str(failed.error)
+    world.assert_empty()
+
+
+def test_slack_is_of_the_prompt_and_not_of_what_is_generated() -> None:
+    """A long context is not the first to lose its pages."""
+    world = World()
+    world.reserve(local=20, num_tokens=20, unpaced=True, slack_s=9.0)
+    turns = []
+    for _ in range(3):
+        turns.append([sequence.turn for sequence in world.scheduler.running])
+        world.step()
+    assert turns == [[9.0], [9.0], [0.0]]

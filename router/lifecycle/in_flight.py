@@ -8,7 +8,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
 
 from router.lifecycle.context import RouterContext
 from router.observe.trace import Trace
@@ -64,6 +63,8 @@ class InFlightRequest:
             context.budget,
         )
         self.plan = FIRST
+        #: Of its prompt, as of when it was placed first: its turn at workers stays as it is.
+        self.slack_s: float | None = None
         #: Every prefill worker that may keep pages of this request until it hears that the request has ended.
         self.pages_kept_at: dict[WorkerKey, WorkerSession] = {}
         self._num_cached_tokens: int | None = None
@@ -86,13 +87,6 @@ class InFlightRequest:
     def age_s(self) -> float:
         """Seconds since the request came, whatever came of earlier attempts: a retry keeps its place in queues."""
         return self.context.clock.now() - self.request.arrived_s
-
-    @cached_property
-    def slack_s(self) -> float:
-        """Of its prompt, as of when it is placed first."""
-        context, request, facts = self.context, self.request, self.facts
-        num_tokens = facts.num_prompt_tokens - facts.prefix.most_tokens
-        return slack_of(num_tokens, context.workers.snapshot().prefill_tokens_per_s, request.timeout_s)
 
     # -- inputs
 
@@ -169,7 +163,8 @@ class InFlightRequest:
         while True:
             try:
                 context.workers.check_protocol(self.request.protocol)
-                route = choose(context.workers.snapshot(), self.facts, self.plan.wishes)
+                snapshot, facts = context.workers.snapshot(), self.facts
+                route = choose(snapshot, facts, self.plan.wishes)
             except (NoWorkerError, IncompatibleError) as error:
                 may_get_better = context.workers.snapshot().may_get_better(pools=self.request.pools)
                 is_hopeless = self._last_failure is None and not may_get_better
@@ -180,6 +175,9 @@ class InFlightRequest:
             else:
                 wake_s = self.plan.rests_until_s(route)
                 if clock.now() >= wake_s:
+                    if self.slack_s is None:  # before its own pages are foreseen
+                        num_tokens = facts.num_prompt_tokens - facts.prefix.most_tokens
+                        self.slack_s = slack_of(num_tokens, snapshot.prefill_tokens_per_s, self.request.timeout_s)
                     fault_points.reach("router.placed")
                     return route
             await self._change_of_workers(wake_s)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import replace
 
-from router.policy.first_token import first_token_in_s
+from router.policy.first_token import first_token_in_s, slack_of
 from router.policy.gate import Room, UnderWay
 from router.policy.turns import TurnQueue, Waiting
 from router.request.events import Event, TurnCame
@@ -49,23 +50,36 @@ class Turns:
 
     def join(self, request: Request, inbox: Mailbox[Event]) -> Turn:
         """`inbox` gets `TurnCame` when the turn has come, unless it has come at once."""
-        turn = Turn(self, request, inbox)
+        turn = Turn(self, request, inbox, self._slack_s(request))
         self._queue.enter(turn.entry)
         self._waiting[turn.entry] = turn
         self.look()
         return turn
 
+    def _slack_s(self, request: Request) -> float:
+        num_tokens = round(self._computed_share * len(request.prompt_ids))
+        return slack_of(num_tokens, self._room().tokens_per_s, request.timeout_s)
+
     def look(self) -> None:
-        """Place as many as there is room for. Called whenever something has got on, ended or changed."""
+        """Place as many as there is room for. Called whenever something has got on, ended or changed.
+
+        The oldest of a tenant, whose turn it is, holds nobody up that is due sooner: it may be a long prompt behind
+        others.
+        """
         if not self._queue.num_waiting:
             return
         room = self._room()
         room = replace(room, tokens_per_s=room.tokens_per_s / self._computed_share)
         while (entry := self._queue.first()) is not None:
-            if not self._under_way.may_follow(entry.num_tokens, entry.num_sequences, room):
-                return
+            if not self._may_follow(entry, room):
+                entry = self._queue.first(oldest=False)
+                if entry is None or not self._may_follow(entry, room):
+                    return
             self._queue.take(entry)
             self._waiting.pop(entry).come(self._under_way)
+
+    def _may_follow(self, entry: Waiting, room: Room) -> bool:
+        return self._under_way.may_follow(entry.num_tokens, entry.num_sequences, room, entry.turn)
 
     def leave(self, turn: Turn) -> None:
         """The request has ended."""
@@ -83,13 +97,15 @@ class Turns:
 class Turn:
     """One request's."""
 
-    def __init__(self, turns: Turns, request: Request, inbox: Mailbox[Event]) -> None:
+    def __init__(self, turns: Turns, request: Request, inbox: Mailbox[Event], slack_s: float) -> None:
+        """`slack_s`: of its prompt; a long one is due later (`router.policy.first_token`)."""
         self.entry = Waiting(
             owner=request.tenant.owner,
             weight=request.tenant.weight,
             priority=request.priority,
             session=request.session,
-            due_s=request.due_s,
+            due_s=request.due_s + slack_s,
+            turn=request.arrived_s + slack_s,
             arrived_s=request.arrived_s,
             num_tokens=len(request.prompt_ids),
             num_sequences=0 if request.pools else request.num_choices,
@@ -109,6 +125,7 @@ class Turn:
         under_way.num_ahead += 1
         under_way.tokens_ahead += self.entry.num_tokens
         under_way.num_ungranted += self._is_ungranted
+        insort(under_way.turns_ahead, self.entry.turn)
         self._inbox.put(TurnCame())
 
     def begun(self, num_cached_tokens: int) -> None:
@@ -143,6 +160,8 @@ class Turn:
         self._is_ahead = False
         self._under_way.num_ahead -= 1
         self._under_way.tokens_ahead -= self.entry.num_tokens
+        turns = self._under_way.turns_ahead
+        del turns[bisect_left(turns, self.entry.turn)]
         return True
 
     def _forget_ungranted(self) -> bool:

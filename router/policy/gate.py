@@ -1,10 +1,12 @@
 """How much is placed at once: as much as keeps all workers busy, and not more. Pure.
 
-What waits at a worker can no longer be overtaken, and was placed by loads that have changed since. So requests wait in
-the router (`router.policy.turns`), and the next one is placed as soon as it would keep a worker from running idle:
+What waits at a worker was placed by loads that have changed since, and no tenant can overtake another there. So
+requests wait in the router (`router.policy.turns`), and the next one is placed as soon as it would keep a worker from
+running idle:
 
 - *Prompts*: fewer are placed and not begun than two for each worker that computes prompts, or they have fewer tokens
-  than these compute in a quarter of a second. That covers the way of a message there and back many times.
+  than these compute in a quarter of a second. That covers the way of a message there and back many times. Prompts
+  behind which it does not have to wait there do not count: long ones have later turns (`tandem.worker.turn`).
 - *Places*: not more sequences are under way than decode's batches hold, and a quarter more, whose prompts are computed
   while they wait for a place.
 - *Pages*: where no decode worker has room for the prompt, not more than two for each wait there for pages.
@@ -19,7 +21,8 @@ heard of, so nothing waits for ever.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from bisect import bisect_right
+from dataclasses import dataclass, field
 
 _AHEAD, _AHEAD_S = 2, 0.25
 _PLACES = 1.25
@@ -63,15 +66,22 @@ class UnderWay:
     num_ahead: int = 0  # requests whose prompts are not begun
     tokens_ahead: int = 0  # of these prompts
     num_ungranted: int = 0  # requests that wait for pages at decode
+    turns_ahead: list[float] = field(default_factory=list)  # of those ahead, their turns at workers; sorted
 
-    def may_follow(self, num_tokens: int, num_sequences: int, room: Room) -> bool:
-        """Whether a request with such a prompt is placed now. `num_sequences`: 0 where no decode worker serves it."""
+    def may_follow(self, num_tokens: int, num_sequences: int, room: Room, turn: float = math.inf) -> bool:
+        """Whether a request with such a prompt is placed now.
+
+        Args:
+            num_sequences: 0 where no decode worker serves it.
+            turn: of its prompt at a worker.
+        """
         if not self.num_requests or not room.num_computing or (num_sequences and not room.num_decode):
             return True  # without workers it is to find that out
         share = 1 / room.num_routers
         most_ahead = math.ceil(_AHEAD * room.num_computing * share)
         most_tokens = room.tokens_per_s * _AHEAD_S * room.num_computing * share
-        if self.num_ahead >= most_ahead and self.tokens_ahead >= most_tokens:
+        num_behind = len(self.turns_ahead) - bisect_right(self.turns_ahead, turn)
+        if self.num_ahead - num_behind >= most_ahead and self.tokens_ahead >= most_tokens:
             return False
         if not num_sequences:
             return True

@@ -10,7 +10,7 @@ The next one is found in four steps:
    that wait, so that nobody saves up a claim. (The virtual token counter of Sheng et al., OSDI 2024.)
 3. *Sessions* of that tenant: the one that has got fewest tokens (least attained service); a request without a session
    is one by itself. Every fourth turn of a tenant goes to its oldest request, so that no session waits for ever.
-4. Of one session the request that is due first, then the oldest.
+4. Of one session the request that is due first, then the oldest. A long prompt is due later.
 
 **The bound.** While two tenants both have requests waiting in a level, what they get for their weights differs by at
 most the tokens of one prompt and of all answers that are under way, divided by the smaller weight. So a tenant waits
@@ -22,6 +22,7 @@ Nothing here grows with what has ended. A turn costs a logarithm of those that w
 from __future__ import annotations
 
 import heapq
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ class Waiting:
         due_s: by when its first token is wanted, on the router's clock; `math.inf`: never.
         arrived_s: on the router's clock.
         num_tokens: of its prompt.
+        turn: of its prompt at a worker among others of its priority, on the router's clock.
         num_sequences: that it will have in decode's batch; 0: no decode worker serves it.
     """
 
@@ -56,6 +58,7 @@ class Waiting:
     arrived_s: float
     num_tokens: int
     num_sequences: int = 1
+    turn: float = math.inf
     number: int = 0  # in the order of entering; set by the queue
     waits: bool = False  # set by the queue
 
@@ -110,11 +113,11 @@ class TurnQueue:
         if not level.num_waiting:
             del self._levels[waiting.priority]
 
-    def first(self) -> Waiting | None:
-        """Whose turn is next."""
+    def first(self, *, oldest: bool = True) -> Waiting | None:
+        """Whose turn is next. `oldest`: of a tenant, where that one has the turn."""
         best, best_key = None, (0.0, 0)
         for priority, level in self._levels.items():
-            found = level.first(self._attained)
+            found = level.first(self._attained, oldest=oldest)
             key = (found.arrived_s + priority * self._ageing_s, found.number)
             if best is None or key < best_key:
                 best, best_key = found, key
@@ -232,7 +235,7 @@ class _Level:
     def had_turn(self, owner: str) -> None:
         self._lines[owner].num_turns += 1
 
-    def first(self, attained: _Attained) -> Waiting:
+    def first(self, attained: _Attained, *, oldest: bool) -> Waiting:
         """Somebody waits."""
         heap = self._by_served
         while True:
@@ -243,11 +246,11 @@ class _Level:
             elif line.tenant.served > served:
                 heapq.heapreplace(heap, (line.tenant.served, number, line))
             else:
-                return _first_of(line, attained)
+                return _first_of(line, attained, oldest=oldest)
 
 
-def _first_of(line: _Line, attained: _Attained) -> Waiting:
-    if line.num_turns % OLDEST_EVERY == OLDEST_EVERY - 1:
+def _first_of(line: _Line, attained: _Attained, *, oldest: bool) -> Waiting:
+    if oldest and line.num_turns % OLDEST_EVERY == OLDEST_EVERY - 1:
         return next(iter(line.by_age.values()))
     heap = line.sessions
     while True:

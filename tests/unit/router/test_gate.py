@@ -29,6 +29,17 @@ def test_of_short_prompts_as_many_as_take_a_quarter_of_a_second() -> None:
     assert not may_follow(UnderWay(num_requests=90, num_ahead=50, tokens_ahead=500, num_sequences=1))
 
 
+def test_those_behind_which_it_does_not_wait_do_not_count() -> None:
+    """Two long prompts are ahead, and due later than the short one that comes."""
+    one = replace(ROOM, num_computing=1)
+    under_way = UnderWay(num_requests=9, num_ahead=2, tokens_ahead=100_000, turns_ahead=[50.0, 60.0])
+    assert not under_way.may_follow(100, 1, one, turn=61.0)
+    assert under_way.may_follow(100, 1, one, turn=59.0)
+    under_way = UnderWay(num_requests=9, num_ahead=3, tokens_ahead=100_000, turns_ahead=[3.0, 50.0, 60.0])
+    assert under_way.may_follow(100, 1, one, turn=4.0)
+    assert not under_way.may_follow(100, 1, one, turn=50.0)
+
+
 def test_before_the_speed_is_known_their_number_counts() -> None:
     assert not may_follow(UnderWay(num_requests=4, num_ahead=4), replace(ROOM, tokens_per_s=0.0))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tandem.rpc.v1.common_pb2 import CachedPages
 from tests.support.router_site import Site, frames, in_background
 from tests.support.scripted_worker import ScriptedDecode, ScriptedPrefill
 
@@ -169,6 +170,10 @@ def test_a_retry_that_is_handed_off_is_no_work_of_decodes(mixed: Site) -> None:
 
 
 def test_both_workers_hear_for_how_long_a_prompt_gives_way_to_shorter_ones(mixed: Site) -> None:
+    """That they will have its own pages does not make it shorter."""
+    for worker in (mixed.prefill, mixed.decode):
+        worker.emit(cached=CachedPages(is_first=True, came=bytes(8)))
+    mixed.until_metric("tandem_known_pages", 1)
     mixed.post(prompt="a" * 60)
     assert mixed.prefill.wait_for("start").slack_s == mixed.decode.wait_for("reserve").slack_s == 0
     mixed.until_metric("tandem_prefill_compute_seconds_count", 1)  # three tokens in 10 ms

@@ -124,6 +124,29 @@ def test_who_is_due_sooner_goes_first(site: Site) -> None:
     assert order_of(site, asked) == ["a", "b", "d", "c"]
 
 
+def test_long_prompts_hold_back_no_short_ones(site: Site) -> None:
+    """Two are at the worker and two wait in the router when short ones come, which go before all four there; of their
+    tenant's turns every fourth would be the oldest's."""
+    assert post(site, FLOOD, "warm").status_code == 200  # three tokens in 10 ms
+    wait_until(lambda: site.metrics(FLOOD)["tandem_prefill_compute_seconds_count"], "its speed", WAIT_S)
+    site.prefill.auto = False
+    with ThreadPoolExecutor(16) as pool:
+        asker = Asker(site, pool)
+        long = [asker.ask(FLOOD, letter * 240) for letter in "abcd"]
+        assert [started(site, number)[0] for number in (2, 3)] == ["a", "b"]
+        short = []
+        for number, letter in enumerate("stuvwx", 4):
+            short.append(pool.submit(post, site, FLOOD, letter))
+            assert started(site, number) == letter
+            site.prefill.first_tokens(site.prefill.wait_for("start", number))
+        for number in range(2, 4):
+            site.prefill.first_tokens(site.prefill.wait_for("start", number))
+        for number in range(10, 12):
+            assert started(site, number)[0] in "cd"
+            site.prefill.first_tokens(site.prefill.wait_for("start", number))
+        assert [answer.result().status_code for answer in (*short, *long)] == [200] * 10
+
+
 def test_who_goes_away_while_it_waits_is_forgotten(site: Site) -> None:
     site.prefill.auto = False
     site.prefill.num_computed_tokens = 0  # so that its speed stays unknown, and no more than two wait there

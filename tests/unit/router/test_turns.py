@@ -245,3 +245,18 @@ def test_in_front_of_a_tenant_is_its_own_and_the_others_share() -> None:
     assert queue.tokens_in_front("calm", 1.0) == 20
     assert queue.tokens_in_front("flood", 1.0) == 1010
     assert queue.tokens_in_front("new", 1.0) == 0
+
+
+def test_the_oldest_gives_its_turn_to_who_is_due_first_where_it_is_asked_to() -> None:
+    queue = TurnQueue(AGEING_S)
+    queue.enter(old := waiting(due_s=90.0))
+    for number in range(4):
+        queue.enter(waiting(at_s=1.0 + number, due_s=10.0 + number))
+    for _ in range(OLDEST_EVERY - 1):
+        entry = queue.first()
+        assert entry is not None
+        queue.take(entry)
+    assert queue.first() is old
+    soonest = queue.first(oldest=False)
+    assert soonest is not None
+    assert soonest.due_s == 13.0

@@ -66,6 +66,7 @@ def _job(number: int, prompt: list[int]) -> DecodeJob:
     return DecodeJob(
         key=AttemptKey(f"r{number}", 1),
         turn=0.0,
+        own_turn=0.0,
         arrival=number,
         num_tokens=len(prompt),
         num_running=1,

@@ -127,8 +127,8 @@ def test_who_is_due_sooner_goes_first(site: Site) -> None:
 def test_long_prompts_hold_back_no_short_ones(site: Site) -> None:
     """Two are at the worker and two wait in the router when short ones come, which go before all four there; of their
     tenant's turns every fourth would be the oldest's."""
-    assert post(site, FLOOD, "warm").status_code == 200  # three tokens in 10 ms
-    wait_until(lambda: site.metrics(FLOOD)["tandem_prefill_compute_seconds_count"], "its speed", WAIT_S)
+    assert post(site, FLOOD, "warm", max_tokens=3).status_code == 200  # handed off: three tokens in 10 ms
+    wait_until(lambda: site.metrics(FLOOD)["tandem_handoff_seconds_count"], "its speed", WAIT_S)
     site.prefill.auto = False
     with ThreadPoolExecutor(16) as pool:
         asker = Asker(site, pool)

@@ -116,7 +116,7 @@ class Attempt:
                 request,
                 self._journal,
                 age_s=in_flight.age_s,
-                slack_s=in_flight.slack_s or 0.0,
+                slack_s=in_flight.slack_s,
                 max_local_tokens=max_local_tokens,
                 unpaced=self._route.unpaced,
             )
@@ -137,7 +137,7 @@ class Attempt:
         prefill.hold(self._request_id, in_flight.inbox, len(request.prompt_ids), computes=True)
         prefill.send(
             wire.start_prefill(
-                request, self._journal, self._decode.info, age_s=in_flight.age_s, slack_s=in_flight.slack_s or 0.0
+                request, self._journal, self._decode.info, age_s=in_flight.age_s, slack_s=in_flight.slack_s
             )
         )
         in_flight.pages_kept_at[prefill.key] = prefill

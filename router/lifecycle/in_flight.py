@@ -64,7 +64,7 @@ class InFlightRequest:
         )
         self.plan = FIRST
         #: Of its prompt, as of when it was placed first: its turn at workers stays as it is.
-        self.slack_s: float | None = None
+        self.slack_s = 0.0
         #: Every prefill worker that may keep pages of this request until it hears that the request has ended.
         self.pages_kept_at: dict[WorkerKey, WorkerSession] = {}
         self._num_cached_tokens: int | None = None
@@ -175,7 +175,7 @@ class InFlightRequest:
             else:
                 wake_s = self.plan.rests_until_s(route)
                 if clock.now() >= wake_s:
-                    if self.slack_s is None:  # before its own pages are foreseen
+                    if self.journal.attempt == 1:
                         num_tokens = facts.num_prompt_tokens - facts.prefix.most_tokens
                         self.slack_s = slack_of(num_tokens, snapshot.prefill_tokens_per_s, self.request.timeout_s)
                     fault_points.reach("router.placed")

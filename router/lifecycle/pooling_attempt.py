@@ -64,9 +64,7 @@ class PoolingAttempt:
         in_flight.trace.attempt_began(now_s, self._number, prefill.key, None, self._route.why.value)
         prefill.hold(self._request_id, in_flight.inbox, len(request.prompt_ids), computes=True)
         prefill.send(
-            wire.start_prefill(
-                request, in_flight.journal, None, age_s=in_flight.age_s, slack_s=in_flight.slack_s or 0.0
-            )
+            wire.start_prefill(request, in_flight.journal, None, age_s=in_flight.age_s, slack_s=in_flight.slack_s)
         )
         fault_points.reach("router.sent")
         _log.debug("attempt %d begins at prefill %s alone", self._number, prefill.key)

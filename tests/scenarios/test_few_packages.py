@@ -31,7 +31,7 @@ def test_all_that_is_checked_on_a_gpu_runs_with_few_packages(tmp_path: Path) -> 
     assert script.returncode == 0, script.stdout + script.stderr + log
     parts = json.loads((tmp_path / "gpu_check.json").read_text())["parts"]
     tests, figures, handoffs = (parts[name]["result"] for name in ("tests", "figures", "handoff"))
-    assert tests["tests"] > 200
+    assert tests["tests"] > 40  # all but those of Triton's kernels, where these could be interpreted
     assert tests["failures"] == tests["errors"] == 0
     assert [figure["model"] for figure in figures["figures"]] == ["tiny"] * 3
     assert [figure["are_the_models"] for figure in handoffs["handoffs"]] == [True] * 4

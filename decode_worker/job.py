@@ -25,6 +25,7 @@ class DecodeJob(Attempt):
     """One attempt at one request."""
 
     session: int
+    tpot_s: float  # in which each further token is wanted
     own_turn: float  # of its choices: without the slack that its prompt has
     prompt_ids: list[int]
     params: SamplingParams
@@ -55,6 +56,7 @@ class DecodeJob(Attempt):
         sequence.scoring = self.scoring
         # A retry is not paced: it has waited long enough, and prefill has no time for it.
         sequence.paced = self.key.attempt == 1 and not self.unpaced
+        sequence.yields = self.key.attempt == 1
         sequence.owner = Prompt(self, SequenceState(self.prompt_ids), self.guides.get(PROMPT))
         self.sequences.append(sequence)
         return sequence
@@ -96,6 +98,7 @@ class DecodeJob(Attempt):
             keys=list(self.page_keys),
             num_published=num_published,
             cache_salt=self.cache_salt,
+            tpot_s=self.tpot_s,
         )
 
 

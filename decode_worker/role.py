@@ -105,6 +105,7 @@ class DecodeRole:
         self._has_changed = False
         self._num_fetching = 0  # attempts that wait for pages to be read; of the driver's thread
         self._step_began_s = 0.0
+        self._num_generating = 0  # in that step
 
     # -- what routers ask; on the driver's thread
 
@@ -160,6 +161,7 @@ class DecodeRole:
             key=key,
             turn=turn + spec.slack_s,
             own_turn=turn,
+            tpot_s=spec.tpot_s,
             arrival=self._arrivals,
             num_tokens=num_prompt,
             num_running=max(1, len(going_on)),
@@ -431,6 +433,7 @@ class DecodeRole:
             self._counters.num_prompt_tokens_cached += num_cached
         self._counters.num_preemptions += len(batch.preempted)
         self._step_began_s = self._clock.now()
+        self._num_generating = sum(item.sequence.is_decode for item in batch.items)
         self._tokens.begin_masks(batch)
         fault_points.reach("decode.step")
 
@@ -442,6 +445,7 @@ class DecodeRole:
 
     def after_step(self, batch: Batch) -> None:
         took_s = self._clock.now() - self._step_began_s
+        self._scheduler.budget.note(self._num_generating, batch.num_chunk_tokens + batch.num_paced_tokens, took_s)
         if batch.num_paced_tokens:
             self._counters.num_mixed_steps += 1
             self._counters.mixed_s += took_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -66,6 +67,7 @@ def _job(number: int, prompt: list[int]) -> DecodeJob:
     return DecodeJob(
         key=AttemptKey(f"r{number}", 1),
         turn=0.0,
+        tpot_s=math.inf,
         own_turn=0.0,
         arrival=number,
         num_tokens=len(prompt),

@@ -33,7 +33,10 @@ def reserve(
     """Ask decode for pages; it may compute up to `max_local_tokens` of the prompt by itself instead: paced in a first
     attempt, unless it is `unpaced`."""
     reserve = decode_pb2.Reserve(
-        **_spec(request, journal, age_s, slack_s), max_local_tokens=max_local_tokens, unpaced=unpaced
+        **_spec(request, journal, age_s, slack_s),
+        max_local_tokens=max_local_tokens,
+        unpaced=unpaced,
+        tpot_s=request.targets.tpot_s if request.targets is not None else 0.0,
     )
     return decode_pb2.DecodeCommand(reserve=reserve)
 

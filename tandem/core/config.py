@@ -325,7 +325,8 @@ class SloConfig:
         "of API keys can say otherwise for a tenant, and `slo` of a body for a request.", minimum=0
     )
     tpot_ms: float = _key(
-        0.0, "Milliseconds for each further token, on average; 0: 200 on a CPU, 50 on a GPU.", minimum=0
+        0.0, "Milliseconds for each further token, on average; 0: 200 on a CPU, 50 on a GPU. Workers of a colocated "
+        "cluster compute prompts in chunks that keep it.", minimum=0
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from kvtransfer.protocol.messages import AttemptKey
@@ -36,6 +37,7 @@ class AttemptSpec:
     cache_salt: str = ""
     pools: bool = False  # a vector of the prompt is wanted, and no token
     slack_s: float = 0.0  # of the prompt: see `tandem.worker.turn`
+    tpot_s: float = math.inf  # in which each further token is wanted
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ et al., "DistServe", OSDI 2024 (section 3.1: prompts are batched up to where pre
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections import Counter
 from collections.abc import Sequence as Seq
@@ -40,11 +41,15 @@ from tandem.core.pages import PagePool, page_table, pages_for
 from tandem.core.tiers import PageTiers
 from tandem.worker.batch import NO_TOKENS, Batch, ScheduledSequence, SchedulerLimits
 from tandem.worker.sequence import Sequence
+from tandem.worker.step_budget import StepBudget
 
 _order = attrgetter("order")
 
 # In a step that is full already, the first paced prompt still gets `paced_tokens` divided by this.
 _LEAST_PACED_PART = 4
+
+# Where no time is left beside what generates, the first prompt still gets its chunk's full size divided by this.
+_LEAST_CHUNK_PART = 8
 
 # Pages that came computed, with a handoff: so many of them a step adds to the prefix cache. Were it all of them, a step
 # in which many long prompts come would be late for everybody.
@@ -86,6 +91,8 @@ class BatchScheduler:
         self._copied: list[int] = []
         # What keeps pages that the pool evicts; `None`: nothing does.
         self.tiers: PageTiers | None = None
+        # How long steps take; bounds the chunks of prompts that yield.
+        self.budget = StepBudget()
         # Whether the next step also runs on threads of other workers.
         self.has_spare_threads = False
 
@@ -247,12 +254,27 @@ class BatchScheduler:
         if sequence.paced:  # even if it is alone: a handoff may be admitted during the step
             return min(left, budget, self._paced_room(batch))
         room = min(budget, self.limits.chunk_size)
+        if sequence.yields:
+            room = min(room, self._room_beside(batch))
         if sequence.is_to_score:  # all logits of a step together are bounded as those of a chunk
             room = min(room, self.limits.chunk_size - batch.num_scored_tokens)
         if left <= room:
             return left
         end = (sequence.num_computed + room) // self.pool.page_size * self.pool.page_size
         return max(0, end - sequence.num_computed)
+
+    def _room_beside(self, batch: Batch) -> int:
+        """Tokens of prompts that leave those that generate the time per token that the most urgent of them wants. The
+        first chunk always has a part of its full size: prompts go on also where the time cannot be kept."""
+        target_s = min((item.sequence.tpot_s for item in batch.items if item.sequence.is_decode), default=math.inf)
+        if target_s == math.inf:
+            return self.limits.chunk_size
+        most = self.budget.most_tokens(sum(item.sequence.is_decode for item in batch.items), target_s)
+        if most is None:
+            return self.limits.chunk_size
+        if batch.num_chunk_tokens:
+            return max(0, most - batch.num_chunk_tokens)
+        return max(most, self.limits.chunk_size // _LEAST_CHUNK_PART, self.pool.page_size)
 
     def _paced_room(self, batch: Batch) -> int:
         """Tokens of paced prompts that the step has room for. The first prompt always gets some, so that it ends."""

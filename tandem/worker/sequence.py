@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
@@ -46,6 +47,9 @@ class Sequence:
     num_preemptions: int = 0
     # A prompt that takes only what room steps have, since others generate beside it: `SchedulerLimits.paced_tokens`.
     paced: bool = False
+    # A prompt whose chunks leave the others of a step the time in which their tokens are wanted.
+    yields: bool = False
+    tpot_s: float = math.inf  # in which its own are wanted, each after the one before
     # Memory elsewhere waits for what this one computes: it goes before all others. Set by `BatchScheduler.promote`.
     promoted: bool = False
     # Log-probabilities of the prompt's tokens are wanted; `None`: they are not.

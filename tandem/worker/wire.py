@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,6 +43,7 @@ def spec_from_proto(message: decode_pb.Reserve | prefill_pb.StartPrefill) -> Att
         cache_salt=message.cache_salt,
         pools=isinstance(message, prefill_pb.StartPrefill) and message.pools,
         slack_s=max(0.0, message.slack_s),
+        tpot_s=(message.tpot_s if isinstance(message, decode_pb.Reserve) else 0.0) or math.inf,
     )
 
 

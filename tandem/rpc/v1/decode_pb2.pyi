@@ -64,6 +64,7 @@ class Reserve(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     UNPACED_FIELD_NUMBER: _builtins.int
     SLACK_S_FIELD_NUMBER: _builtins.int
+    TPOT_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     priority: _builtins.int
@@ -83,6 +84,8 @@ class Reserve(_message.Message):
     """
     slack_s: _builtins.float
     """Its prompt goes before those that come this many seconds later or more, and behind shorter ones that come sooner."""
+    tpot_s: _builtins.float
+    """Seconds in which each further token is wanted, on average: chunks of other prompts leave steps that; 0: nobody says."""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -111,10 +114,11 @@ class Reserve(_message.Message):
         cache_salt: _builtins.str = ...,
         unpaced: _builtins.bool = ...,
         slack_s: _builtins.float = ...,
+        tpot_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "scoring", b"scoring"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "attempt", b"attempt", "cache_salt", b"cache_salt", "journal", b"journal", "max_local_tokens", b"max_local_tokens", "num_choices", b"num_choices", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling", "scoring", b"scoring", "slack_s", b"slack_s", "unpaced", b"unpaced"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "attempt", b"attempt", "cache_salt", b"cache_salt", "journal", b"journal", "max_local_tokens", b"max_local_tokens", "num_choices", b"num_choices", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling", "scoring", b"scoring", "slack_s", b"slack_s", "tpot_s", b"tpot_s", "unpaced", b"unpaced"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -69,9 +69,7 @@ class UnderWay:
         if not self.num_requests or not room.num_computing or (num_sequences and not room.num_decode):
             return True  # without workers it is to find that out
         share = 1 / room.num_routers
-        most_ahead = math.ceil(_AHEAD * room.num_computing * share)
-        most_tokens = room.tokens_per_s * _AHEAD_S * room.num_computing * share
-        if self.num_ahead >= most_ahead and self.tokens_ahead >= most_tokens:
+        if self.has_enough_ahead(room):
             return False
         if not num_sequences:
             return True
@@ -79,3 +77,10 @@ class UnderWay:
             return False
         has_pages = num_tokens <= room.most_pages * room.page_size
         return has_pages or self.num_ungranted < math.ceil(_AHEAD * room.num_decode * share)
+
+    def has_enough_ahead(self, room: Room) -> bool:
+        """Whether prompts are placed and not begun that keep all workers busy which compute prompts."""
+        share = 1 / room.num_routers
+        most_ahead = math.ceil(_AHEAD * room.num_computing * share)
+        most_tokens = room.tokens_per_s * _AHEAD_S * room.num_computing * share
+        return self.num_ahead >= most_ahead and self.tokens_ahead >= most_tokens

@@ -14,7 +14,8 @@ from tandem.plan.calculators import kv_room, roofline
 from tandem.plan.plan_file import Plan, TypeSpec
 from tandem.sim.load import Arrival
 from tandem.sim.scenario import LoadSpec, Scenario, arrivals
-from tandem.sim.world import Outcome, World, WorldShape
+from tandem.sim.outcome import Outcome
+from tandem.sim.world import World, WorldShape
 
 
 @dataclass(frozen=True, slots=True)

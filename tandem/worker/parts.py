@@ -177,6 +177,9 @@ class WorkerParts:
             right_drafts=counters.num_right_drafts,
             mixed_steps=counters.num_mixed_steps,
             mixed_s=counters.mixed_s,
+            steps=counters.num_steps,
+            busy_s=counters.busy_s,
+            max_num_seqs=self.scheduler.limits.max_num_seqs,
             tiers=tiers_to_proto(self.tiers) if self.tiers is not None else None,
         )
 

@@ -42,13 +42,21 @@ def membership_for(
     members: tuple[ev.Member, ...],
     serving: Sequence[str],
     ended: tuple[str, ...],
+    pools: tuple[ev.PoolSize, ...],
 ) -> list[ev.Instruction]:
     """The membership for each of these routers, with its number among those that serve; `serving`: their names."""
     num = max(1, len(serving))
     numbers = {name: number for number, name in enumerate(serving)}
     return [
         ev.PublishMembership(
-            router.name, router.incarnation, version, members, num, numbers.get(router.name, router.index % num), ended
+            router.name,
+            router.incarnation,
+            version,
+            members,
+            num,
+            numbers.get(router.name, router.index % num),
+            ended,
+            pools,
         )
         for router in routers
     ]

@@ -22,6 +22,7 @@ from tandem.cluster.supervisor import events as ev
 from tandem.cluster.supervisor.news import Ends, membership_for, remind
 from tandem.cluster.supervisor.nodes import Aim, NodeBook
 from tandem.cluster.supervisor.placing import best_aim, to_move
+from tandem.cluster.supervisor.sizes import Sizes
 from tandem.cluster.supervisor.slot_table import SlotTable
 from tandem.cluster.supervisor.slots import Phase, Policy, Slot, hurry, place_of
 from tandem.cluster.supervisor.surplus import least_needed
@@ -36,14 +37,17 @@ class PoolState:
     policy: Policy
     new_incarnation: Callable[[], str]  # a name never used before in this Ray cluster
     version: int = 0  # of the membership; starts above every version of an earlier supervisor
-    wanted: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 0))
+    sizes: Sizes = field(default_factory=Sizes)
     slots: SlotTable = field(init=False)  # of all pools, by name
     upgrade: Upgrade = field(default_factory=Upgrade)
     book: NodeBook = field(default_factory=NodeBook)  # the nodes on which workers run
     ends: Ends = field(default_factory=Ends)  # of workers, that are proven
     closing_s: float | None = None  # a shutdown was asked for, which gives requests so many seconds; `None`: none was
     stopping: bool = False  # everything is being stopped, and nothing that ends is started again
-    _published: tuple[tuple[ev.Member, ...], tuple[str, ...], tuple[str, ...]] = ((), (), ())  # workers, routers, ends
+    # Workers, routers, ends and sizes.
+    _published: tuple[tuple[ev.Member, ...], tuple[str, ...], tuple[str, ...], tuple[ev.PoolSize, ...]] = (
+        (), (), (), ()
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         self.slots = SlotTable(self.policy)
@@ -59,7 +63,7 @@ class PoolState:
         routers = [router for router in self.routers.values() if router.listens]
         serving = tuple(router.name for router in routers if router.phase is Phase.READY)
         shares = serving or self._published[1]  # while none serves, nobody's share has changed
-        published = self.slots.members, shares, self.ends.newest
+        published = self.slots.members, shares, self.ends.newest, self.sizes.told
         if published != self._published:
             self._published, self.version = published, self.version + 1
         elif isinstance(event, ev.Started):
@@ -73,6 +77,10 @@ class PoolState:
         return self.slots.first_time()
 
     @property
+    def wanted(self) -> dict[Role, int]:
+        return self.sizes.wanted
+
+    @property
     def workers(self) -> Mapping[str, Slot]:
         return self.slots.workers
 
@@ -84,7 +92,8 @@ class PoolState:
     def shown(self) -> object:
         """Changes whenever something does that people can see, without loads and the errors of requests."""
         upgrade = self.upgrade.wanted, self.upgrade.note
-        return self.slots.revision, tuple(self.wanted.items()), upgrade, self.closing, self.stopping
+        sizes = tuple(self.wanted.items()), tuple(self.sizes.ranges.items())
+        return self.slots.revision, sizes, upgrade, self.closing, self.stopping
 
     @property
     def intent(self) -> ev.Intent:
@@ -98,6 +107,7 @@ class PoolState:
             build_before=self.upgrade.before,
             builds=self.slots.builds,
             unproven=dict(self.book.unproven),
+            ranges=dict(self.sizes.ranges),
         )
 
     @property
@@ -125,8 +135,8 @@ class PoolState:
                 return self._adopt(event, now)
             case ev.ClusterOpened():
                 return self._open(event.intent, now)
-            case ev.WantedChanged():
-                self.wanted[event.role] = event.workers
+            case ev.WantedChanged() | ev.LoadFollowed() | ev.GrowthRefused():
+                self.sizes.take(event)
                 return self._reconcile(event.role, now)
             case ev.BuildChanged():
                 self.upgrade.change(event.build)
@@ -155,7 +165,8 @@ class PoolState:
     # --- sizes ---------------------------------------------------------------------------------------------------
 
     def _open(self, intent: ev.Intent, now: float) -> list[ev.Instruction]:
-        self.wanted, self.closing_s = dict(intent.wanted), intent.closing_s
+        self.closing_s = intent.closing_s
+        self.sizes.open(intent)
         self.upgrade.wanted, self.upgrade.before = intent.build, intent.build_before
         for slot in self.slots.values():
             slot.build = intent.builds.get(slot.incarnation, ev.INSTALLED)

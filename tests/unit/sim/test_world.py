@@ -15,7 +15,8 @@ from tandem.core.errors import ConfigError
 from tandem.core.identity import Role
 from tandem.core.step_times import Fitted
 from tandem.sim.load import Arrival, Lengths, drawn
-from tandem.sim.world import Outcome, PoolShape, World, WorldShape
+from tandem.sim.outcome import Outcome
+from tandem.sim.world import PoolShape, World, WorldShape
 from tandem.worker.batch import SchedulerLimits
 
 PAGE, TOKEN_BYTES = 16, 2 * 4 * 2 * 8 * 2

@@ -32,6 +32,7 @@ from tandem.core.identity import Role
 BAND = 1.15
 """A pool grows where its load is this much above its mark."""
 
+_ROUNDING = 1e-9
 _LATE_SHARE, _KEPT_SHARE = 0.1, 0.05
 _NUM_LATE_KNOWN = 20
 _LATE_S = 60.0
@@ -164,7 +165,7 @@ class PoolLaw:
             need = num + 1.0
             why = f"{self._late_share:.0%} of its requests missed their target; the mark is {self._mark:.2f} now"
         if need > num:
-            wanted = min(most, math.ceil(need))
+            wanted = min(most, math.ceil(need - _ROUNDING))
             return wanted, why if wanted > num else f"it has its most; {why}"
         return self._shrunk(load, size, now_s)
 

@@ -13,7 +13,7 @@ from tandem.core.identity import Role
 class Scaler(Protocol):
     """Says how many workers pools shall have; asked every few seconds."""
 
-    def decide(self, sample: Sample, sizes: Mapping[Role, PoolSize], now_s: float) -> list[Decision]: ...
+    def decide(self, sample: Sample, sizes: Mapping[Role, PoolSize], now_s: float, /) -> list[Decision]: ...
 
 
 class ShippedLaw:
@@ -24,7 +24,7 @@ class ShippedLaw:
     """
 
     def __init__(self, ranges: Mapping[Role, Range], settings: Settings, ttft_s: float, tpot_s: float) -> None:
-        self._demand = Demand(ttft_s, tpot_s)
+        self._demand = Demand(ttft_s, tpot_s, settings.shrink_delay_s)
         self._laws = {role: PoolLaw(role, bounds, settings) for role, bounds in ranges.items() if bounds.follows_load}
 
     def decide(self, sample: Sample, sizes: Mapping[Role, PoolSize], now_s: float) -> list[Decision]:

@@ -40,6 +40,9 @@ _LATE_S = 60.0
 _SETTLE_S = 15.0
 _LEAST_MARK = 0.5
 _RECOVERY_S = 1800.0
+#: Between two workers that are given up passes this share of what a start takes: a load may come again, and what was
+#: given up in a moment takes that long to come back.
+_PAUSE = 0.25
 #: What a start takes where none has been seen.
 _START_S = 30.0
 #: What waits, and would still wait when a worker that is ordered now has started, is to be computed in so long, or in
@@ -123,7 +126,7 @@ class PoolLaw:
         self._needs = Most(settings.shrink_delay_s)
         self._late, self._timed = Recent(_LATE_S), Recent(_LATE_S)
         self._known_since_s: float | None = None
-        self._changed_s = self._grown_s = -math.inf
+        self._changed_s = self._grown_s = self._shrunk_s = -math.inf
         self._ready: frozenset[str] = frozenset()
         self._begun_s: dict[str, float] = {}  # of lives that start
         self._start_taken_s = _START_S  # by the last one that was seen
@@ -136,6 +139,8 @@ class PoolLaw:
         self._decided_s = now_s
         if wanted > size.wanted:
             self._grown_s = now_s
+        if wanted < size.wanted:
+            self._shrunk_s = now_s
         if wanted != size.wanted:
             self._settle(now_s)
         inputs = {**load.inputs, "load": load.likely, "certain_load": load.certain} if load is not None else {}
@@ -191,8 +196,9 @@ class PoolLaw:
             return num, f"it has its fewest; {used}"
         if now_s - since_s < delay_s:
             return num, f"{used}; it shrinks {delay_s:.0f} s after it has grown, at the earliest"
-        if size.num_leaving or len(size.ready) < num:
-            return num, f"{used}; it shrinks when the last change is over"
+        pause_s = self._start_taken_s * _PAUSE
+        if size.num_leaving or len(size.ready) < num or now_s - self._shrunk_s < pause_s:
+            return num, f"{used}; it shrinks when the last change is over, and {pause_s:.1f} s apart"
         return num - 1, f"for {delay_s:.0f} s it needed at most {self._needs.most:.2f} workers at {self._mark:.2f}"
 
     # -- what the pool's own target says

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TypeVar
 
 from tandem.core.identity import Role
@@ -32,6 +32,8 @@ _SPREAD = 2.0
 _REMEMBERED_S = 300.0
 #: Where batches have not differed, so many rows more count as taking as long as all that a step takes now.
 _ROWS_GUESSED = 32
+#: Where prompts took more of decode's time, it does not tell how long steps take without.
+_MOST_PROMPTS = 0.2
 _LITTLE = 1e-9
 
 _Counts = TypeVar("_Counts", "Asked", "Worked")
@@ -139,9 +141,14 @@ class PoolLoad:
 
 
 class Rate:
-    """Of requests and of what they ask for, over the last seconds."""
+    """Of requests and of what they ask for, over the last seconds.
 
-    def __init__(self) -> None:
+    Args:
+        longest_s: windows longer than that do not count, but for the first.
+    """
+
+    def __init__(self, longest_s: float) -> None:
+        self._windows_s = [window_s for window_s in WINDOWS_S if window_s <= max(longest_s, WINDOWS_S[0])]
         # Time, requests and amount of each sample, and the time of the one before it.
         self._samples: deque[tuple[float, float, float]] = deque()
         self._began_s: float | None = None
@@ -151,23 +158,24 @@ class Rate:
             self._began_s = now_s
             return
         self._samples.append((now_s, num, amount))
-        while self._samples[0][0] <= now_s - WINDOWS_S[-1]:
+        while self._samples[0][0] <= now_s - self._windows_s[-1]:
             self._began_s = self._samples.popleft()[0]
 
     def means(self, now_s: float) -> list[tuple[float, float]]:
         """Requests, and amount a second, of each window that has passed; the last one may be shorter than its name."""
         if self._began_s is None or not self._samples:
             return []
+        windows_s = self._windows_s
         found, num, amount, window = [], 0.0, 0.0, 0
         for at_s, of_num, of_amount in reversed(self._samples):
-            while window < len(WINDOWS_S) and at_s <= now_s - WINDOWS_S[window]:
-                found.append((num, amount / WINDOWS_S[window]))
+            while window < len(windows_s) and at_s <= now_s - windows_s[window]:
+                found.append((num, amount / windows_s[window]))
                 window += 1
             num += of_num
             amount += of_amount
         span_s = now_s - self._began_s
-        if window < len(WINDOWS_S) and span_s >= WINDOWS_S[0]:
-            found.append((num, amount / min(span_s, WINDOWS_S[-1])))
+        if window < len(windows_s) and span_s >= windows_s[0]:
+            found.append((num, amount / min(span_s, windows_s[-1])))
         return found
 
     def certain(self, now_s: float) -> float:
@@ -255,12 +263,13 @@ class Demand:
 
     Args:
         ttft_s, tpot_s: the cluster's targets.
+        shrink_delay_s: as the configuration has it: no mean goes over more.
     """
 
-    def __init__(self, ttft_s: float, tpot_s: float) -> None:
+    def __init__(self, ttft_s: float, tpot_s: float, shrink_delay_s: float) -> None:
         self._ttft_s, self._tpot_s = ttft_s, tpot_s
-        self._prompts, self._requests = Rate(), Rate()
-        self._served, self._kv = Recent(_SERVED_S), Recent(_HELD_S)
+        self._prompts, self._requests = Rate(shrink_delay_s), Rate(shrink_delay_s)
+        self._served, self._kv = Recent(min(_SERVED_S, shrink_delay_s)), Recent(min(_HELD_S, shrink_delay_s))
         self._prefill_work = Worked()  # of which the newest counts most
         self._prompts_at = {Role.PREFILL: 0.0, Role.DECODE: 0.0}  # tokens computed, as above
         self._ended = Asked()  # as above
@@ -283,9 +292,19 @@ class Demand:
         for role, tokens in self._prompts_at.items():
             self._prompts_at[role] = kept * tokens + sum(w.prompt_tokens for w in sample.worked.get(role, []))
         for work in sample.worked.get(Role.DECODE, []):
-            self._steps.note(work)
+            self._note_steps(work)
         if before_s is not None and now_s > before_s:
             self._served.note(now_s, asked.output_tokens / (now_s - before_s))
+
+    def _note_steps(self, work: Worked) -> None:
+        """Of decode, without what prompts took that it computed: new ones, and those that had lost their pages."""
+        prefill, prompts_s = self._prefill_work, 0.0
+        if work.prompt_tokens:
+            if not prefill.prompt_tokens:
+                return
+            prompts_s = work.prompt_tokens * prefill.busy_s / prefill.prompt_tokens
+        if prompts_s <= _MOST_PROMPTS * work.busy_s:
+            self._steps.note(replace(work, busy_s=work.busy_s - prompts_s))
 
     def of(self, role: Role, num_ready: int, now_s: float) -> PoolLoad | None:
         """What is asked of one pool; `None`: there are no figures yet. `num_ready`: of its workers."""

@@ -61,7 +61,8 @@ class LoadFollower:
         self._cluster, self._law = cluster, law
         self._processes = processes
         self._feed, self._check_room, self._changed = feed, check_room, changed
-        self._figures, self._demand = LoadFigures(law.page_size), Demand(law.ttft_s, law.tpot_s)
+        self._figures = LoadFigures(law.page_size)
+        self._demand = Demand(law.ttft_s, law.tpot_s, law.settings.shrink_delay_s)
 
     async def run(self, opened: asyncio.Event, every_s: float) -> None:
         """Once the cluster has `opened`, until it is cancelled."""

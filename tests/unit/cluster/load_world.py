@@ -43,7 +43,7 @@ class PrefillWorld:
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
-        self._demand = Demand(self.ttft_s, 0.1)
+        self._demand = Demand(self.ttft_s, 0.1, self.settings.shrink_delay_s)
         self.law = PoolLaw(Role.PREFILL, self.bounds, self.settings)
         self.num_workers = self.num_workers or self.bounds.least
         self._numbers = self.num_workers

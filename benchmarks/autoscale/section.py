@@ -26,8 +26,8 @@ def section(content: dict[str, Any]) -> Iterator[str]:
         f"{bounds['decode'][1]} decode workers, and one is ready {settings['start_s']:.0f} s after it was asked for. A "
         f"request is kept that has its first token within {targets['ttft_s']:g} s and each further one within "
         f"{targets['tpot_s'] * 1e3:g} ms on average. *The law* is Tandem's, with its defaults. *Proportional* is "
-        "what Kubernetes does: workers × measured P90 ÷ target. *One at a time* adds a worker a minute above 80 %, and takes "
-        "one away below 50 %."
+        "what Kubernetes does: workers × measured P90 ÷ target. *One at a time* adds a worker a minute above 80 %, "
+        "and takes one away below 50 %."
     )
     yield ""
     titles = "requests kept", "TTFT kept", "worker-hours: prefill", "decode", "in all", "changes"

@@ -18,6 +18,7 @@ class ScriptedPool:
         self.ended: list[str] = []  # incarnations of which the supervisor has seen the end
         self.num_routers = 1
         self.cache_secret = b""
+        self.sizes: list[control_pb2.PoolSize] = []
         self._version = 0
         self._channel = grpc.insecure_channel(control_address)
         self.control = RouterControlStub(self._channel)
@@ -51,6 +52,7 @@ class ScriptedPool:
             num_routers=self.num_routers,
             ended=self.ended,
             cache_secret=self.cache_secret,
+            pools=self.sizes,
         )
         self.control.SetMembership(membership, timeout=WAIT_S)
 

@@ -267,7 +267,7 @@ class Preflight:
             return Finding("memory", "ok", f"{human_bytes(free)} free; pages live on the GPUs")
         fixed = self.fixed_bytes(self._num_on_cpu)
         if self._time_model is not None:
-            fixed += sum(pool.workers * self._kv_bytes(role) for role, pool in self._pools.items())
+            fixed += sum(pool.most * self._kv_bytes(role) for role, pool in self._pools.items())
         if fixed > free:
             raise ConfigError(
                 f"{workers} workers need {human_bytes(fixed)} for weights and processes, {human_bytes(free)} are free; "

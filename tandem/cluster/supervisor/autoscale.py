@@ -86,12 +86,14 @@ class PoolSize:
         ready: lives that serve and shall stay.
         starting: lives that start.
         num_leaving: workers that have been given up, and have not ended.
+        num_unplaced: of those that start, that no node has begun.
     """
 
     wanted: int
     ready: frozenset[str] = frozenset()
     starting: frozenset[str] = frozenset()
     num_leaving: int = 0
+    num_unplaced: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,8 @@ class PoolLaw:
         """To be called every few seconds. `load`: `None` while there are no figures."""
         self._look_at(size, now_s)
         wanted, why = self._wanted(load, size, now_s)
+        if size.num_unplaced:
+            why = f"{why}; {size.num_unplaced} of {size.wanted} have no node yet"
         self._decided_s = now_s
         if wanted > size.wanted:
             self._grown_s = now_s
@@ -197,8 +201,8 @@ class PoolLaw:
         if now_s - since_s < delay_s:
             return num, f"{used}; it shrinks {delay_s:.0f} s after it has grown, at the earliest"
         pause_s = self._start_taken_s * _PAUSE
-        if size.num_leaving or len(size.ready) < num or now_s - self._shrunk_s < pause_s:
-            return num, f"{used}; it shrinks when the last change is over, and {pause_s:.1f} s apart"
+        if size.num_leaving or now_s - self._shrunk_s < pause_s:
+            return num, f"{used}; it shrinks when who leaves is gone, and not sooner than {pause_s:.1f} s later"
         return num - 1, f"for {delay_s:.0f} s it needed at most {self._needs.most:.2f} workers at {self._mark:.2f}"
 
     # -- what the pool's own target says

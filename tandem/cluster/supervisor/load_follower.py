@@ -143,4 +143,5 @@ class LoadFollower:
             ready=frozenset(slot.incarnation for slot in slots if slot.phase is Phase.READY),
             starting=frozenset(slot.incarnation for slot in slots if slot.phase is Phase.STARTING),
             num_leaving=len(self._cluster.slots.of(role)) - len(slots),
+            num_unplaced=sum(slot.phase is Phase.STARTING and slot.placement is None for slot in slots),
         )

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from tandem.cluster.supervisor import events as ev
 from tandem.cluster.supervisor.news import Ends, membership_for, remind
@@ -28,6 +29,10 @@ from tandem.cluster.supervisor.slots import Phase, Policy, Slot, hurry, place_of
 from tandem.cluster.supervisor.surplus import least_needed
 from tandem.cluster.supervisor.upgrade import Upgrade
 from tandem.core.identity import WORKER_ROLES, Role
+
+
+# Workers, routers, ends and sizes.
+_Published: TypeAlias = tuple[tuple[ev.Member, ...], tuple[str, ...], tuple[str, ...], tuple[ev.PoolSize, ...]]
 
 
 @dataclass
@@ -44,10 +49,7 @@ class PoolState:
     ends: Ends = field(default_factory=Ends)  # of workers, that are proven
     closing_s: float | None = None  # a shutdown was asked for, which gives requests so many seconds; `None`: none was
     stopping: bool = False  # everything is being stopped, and nothing that ends is started again
-    # Workers, routers, ends and sizes.
-    _published: tuple[tuple[ev.Member, ...], tuple[str, ...], tuple[str, ...], tuple[ev.PoolSize, ...]] = (
-        (), (), (), ()
-    )  # fmt: skip
+    _published: _Published = ((), (), (), ())
 
     def __post_init__(self) -> None:
         self.slots = SlotTable(self.policy)

@@ -93,14 +93,29 @@ def test_a_peak_puts_shrinking_off_for_the_whole_delay() -> None:
     assert pool.look(1.0).wanted == 3
 
 
-def test_it_does_not_shrink_while_somebody_still_leaves_or_starts() -> None:
+def test_it_gives_up_the_next_one_when_the_last_is_gone_and_a_quarter_of_a_start_later() -> None:
     pool = Told(4)
     pool.num_leaving = 1
     pool.stay(1.0, 300)
-    pool.num_leaving, pool.ready, pool.starting = 0, pool.ready - {"life-0"}, frozenset({"life-0"})
-    pool.stay(1.0, 300)
-    pool.start()
+    pool.num_leaving = 0
     assert pool.look(1.0).wanted == 3
+    pool.wanted = 3
+    pool.stay(1.0, 6)
+    assert pool.look(1.0).wanted == 2
+
+
+def test_those_that_never_come_do_not_keep_it_from_shrinking() -> None:
+    pool = Told(2)
+    pool.order(pool.look(4.2))
+    assert pool.wanted == 6
+    pool.stay(1.0, DELAY_S)
+    assert pool.look(1.0).wanted == 5
+
+
+def test_what_has_no_node_is_said() -> None:
+    pool = Told(2)
+    decision = pool.law.decide(None, PoolSize(3, pool.ready, frozenset({"new"}), num_unplaced=1), 1000.0)
+    assert decision.why == "there are no figures yet; 1 of 3 have no node yet"
 
 
 def test_it_does_not_shrink_soon_after_it_has_grown() -> None:

@@ -47,6 +47,7 @@ class Proportional:
     def __init__(self, ranges: Mapping[Role, Range], latencies: Latencies, targets: Mapping[Role, float]) -> None:
         self._ranges, self._latencies, self._targets = ranges, latencies, targets
         self._wanted = {role: Most(self.STABLE_S) for role in ranges}
+        self._begun: set[Role] = set()
         self._next_s = 0.0
 
     def decide(self, _sample: Sample, sizes: Mapping[Role, PoolSize], now_s: float) -> list[Decision]:
@@ -57,11 +58,12 @@ class Proportional:
 
     def _of(self, role: Role, size: PoolSize, now_s: float) -> Decision:
         num, measured = size.wanted, self._latencies.p90(role)
+        if role not in self._begun:  # the size at which it begins counts as wanted then
+            self._begun.add(role)
+            self._wanted[role].note(now_s, num)
         wanted = num
         if measured is not None and abs(measured / self._targets[role] - 1) > self.TOLERANCE:
-            # Of those that start nothing is measured yet: they count neither for more nor for fewer.
-            by_metric = math.ceil(len(size.ready) * measured / self._targets[role])
-            wanted = by_metric if by_metric < num else max(num, by_metric)
+            wanted = math.ceil(len(size.ready) * measured / self._targets[role])  # of the ready ones, as it does
         wanted = min(wanted, max(2 * num, num + self.MOST_NEW))
         self._wanted[role].note(now_s, wanted)
         if wanted < num:

@@ -18,7 +18,7 @@ from tandem.cluster.supervisor.pools import PoolState
 from tandem.cluster.supervisor.router_monitor import FollowedRouter
 from tandem.cluster.supervisor.slots import Phase
 from tandem.cluster.supervisor.worker_monitor import FollowedWorker
-from tandem.core.errors import ConfigError
+from tandem.core.errors import TandemError
 from tandem.core.identity import Role
 
 _log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class LoadFollower:
 
     Args:
         processes: all that live, as they are when it is looked at.
-        check_room: raises `ConfigError` where so many more workers have no room; blocks.
+        check_room: raises `TandemError` where so many more workers have no room; blocks.
         changed: called when people can see something new.
     """
 
@@ -130,7 +130,7 @@ class LoadFollower:
         for wanted in range(decision.wanted, decision.before, -1):
             try:
                 await asyncio.to_thread(self._check_room, {decision.role: wanted - decision.before})
-            except ConfigError as error:
+            except TandemError as error:
                 refused = error.message
             else:
                 return replace(decision, wanted=wanted, refused=refused)

@@ -112,7 +112,7 @@ class Scenario(TimeModel):
             # A real worker refuses beyond its bound; here all wait.
             replace(scheduler_limits(self.tandem, site, pool.tokens), queue_bound=sys.maxsize),
             mixed_step_tokens(self.tandem, site),
-            self._bounds(role, pool),
+            bounds=self._bounds(role, pool),
         )
 
     def _bounds(self, role: Role, pool: PoolSpec) -> Range:

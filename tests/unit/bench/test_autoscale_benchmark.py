@@ -13,9 +13,9 @@ from kvtransfer.layout import KvFormat, LayoutId
 from tandem.cluster.supervisor.autoscale import PoolSize, Range
 from tandem.cluster.supervisor.demand import Asked, Held, Sample, Worked
 from tandem.core.identity import Role
+from tandem.core.step_times import Fitted
 from tandem.sim.load import Arrival
 from tandem.sim.outcome import Outcome
-from tandem.sim.times import Fitted
 from tandem.sim.world import PoolShape, WorldShape
 from tandem.worker.batch import SchedulerLimits
 

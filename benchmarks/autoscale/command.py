@@ -75,9 +75,9 @@ def measure(
 
 
 def _fixed(shape: WorldShape, num_prefill: int, num_decode: int) -> WorldShape:
-    pools = {"prefill": (shape.prefill, num_prefill), "decode": (shape.decode, num_decode)}
-    changed = {name: dataclasses.replace(pool, num_workers=num, bounds=None) for name, (pool, num) in pools.items()}
-    return dataclasses.replace(shape, **changed)
+    prefill = dataclasses.replace(shape.prefill, num_workers=num_prefill, bounds=None)
+    decode = dataclasses.replace(shape.decode, num_workers=num_decode, bounds=None)
+    return dataclasses.replace(shape, prefill=prefill, decode=decode)
 
 
 def _case(

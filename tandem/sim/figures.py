@@ -12,6 +12,13 @@ from tandem.sim.machine import Machine
 from tandem.sim.outcome import Outcome
 
 
+# In the order of the fields of `Asked`.
+_NUM_COUNTS = 9
+_REQUESTS, _PROMPT_TOKENS, _ENDED, _ENDED_TOKENS, _OUTPUT_TOKENS, _FIRST, _FIRST_LATE, _TIMED, _TIMED_LATE = range(
+    _NUM_COUNTS
+)
+
+
 @dataclass(slots=True)
 class Figures:
     """Args: ttft_s, tpot_s: by when tokens are wanted."""
@@ -20,7 +27,7 @@ class Figures:
     tpot_s: float
     num_open: int = 0  # requests that have not ended, those that will come among them
     num_kept: int = 0  # requests that ended, and kept both targets
-    _now: list[float] = field(default_factory=lambda: [0.0] * len(_NAMES), init=False)
+    _now: list[float] = field(default_factory=lambda: [0.0] * _NUM_COUNTS, init=False)
     _before: Asked = field(default_factory=Asked, init=False)
     _worked: dict[WorkerKey, Worked] = field(default_factory=dict, init=False)
 
@@ -68,9 +75,3 @@ class Figures:
         before = self._worked.get(machine.key, Worked())
         self._worked[machine.key] = now
         return added(now, before, -1)
-
-
-_NAMES = tuple(Asked.__dataclass_fields__)
-_REQUESTS, _PROMPT_TOKENS, _ENDED, _ENDED_TOKENS, _OUTPUT_TOKENS, _FIRST, _FIRST_LATE, _TIMED, _TIMED_LATE = range(
-    len(_NAMES)
-)

@@ -11,7 +11,6 @@ from tandem.sim.load import Arrival
 from tandem.sim.machine import Machine
 from tandem.sim.outcome import Outcome
 
-
 # In the order of the fields of `Asked`.
 _NUM_COUNTS = 9
 _REQUESTS, _PROMPT_TOKENS, _ENDED, _ENDED_TOKENS, _OUTPUT_TOKENS, _FIRST, _FIRST_LATE, _TIMED, _TIMED_LATE = range(

@@ -88,7 +88,17 @@ def test_a_worker_comes_with_the_load_and_leaves_after_it(tmp_path: Path) -> Non
         lines = [line for line in metrics.splitlines() if line.startswith("tandem_pool_workers{")]
         (wanted,) = [line for line in lines if 'bound="wanted"' in line and 'role="prefill"' in line]
         assert wanted.endswith(" 2.0")
-        shrunk = serve.until(lambda cluster: pool_of(cluster, "prefill")["wanted"] == 1 and cluster["settled"])
+        answers: list[int] = []
+
+        def ask_and_look() -> dict[str, Any]:
+            answers.append(serve.complete().status_code)
+            return serve.status()
+
+        def is_small(cluster: dict[str, Any]) -> bool:
+            return bool(cluster["settled"]) and pool_of(cluster, "prefill")["wanted"] == 1
+
+        shrunk = wait_until(ask_and_look, "one worker again", 60, wanted=is_small, every_s=0.3)
+        assert set(answers) == {200}
         changes = [(each["before"], each["wanted"]) for each in pool_of(shrunk, "prefill")["changes"]]
         assert changes == [(1, 2), (2, 1)]
         assert not load.failures

@@ -11,7 +11,8 @@ start among them, and a *mark* for the share of their time that they shall compu
     else                                     ─>  stay
 
 So between growing and shrinking lies a band, and a worker that was just added is not given up for a chance. The rise of
-a load is believed as far as chance does not explain it; its fall, only when all of the while has passed.
+a load is believed as far as chance does not explain it; its fall, only when all of the while has passed, which growing
+begins anew. Between two workers that are given up a part of a start passes, for a load that comes again soon.
 
 *Its own SLO corrects it.* Where more than a tenth of the requests miss the pool's target (TTFT with all its queueing
 for prefill, TPOT for decode) although nothing waits and nobody starts, the mark was too high for this load: it is put

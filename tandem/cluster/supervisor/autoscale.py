@@ -3,7 +3,7 @@
 The load is in workers that would have to compute all the time (`demand`). With `n` workers wanted, those that still
 start among them, and a *mark* for the share of their time that they shall compute (`pools.utilisation`):
 
-    load > n × 1.1 × mark                    ─>  grow to load / mark, at once
+    load > n × 1.15 × mark                   ─>  grow to load / mark, at once
     what waits will not be done by the time
       that another worker has started        ─>  grow
     load ≤ (n - 1) × mark, and it was never

@@ -46,22 +46,21 @@ def section(content: dict[str, Any]) -> Iterator[str]:
         ]
         yield f"| {case['name']} | {' | '.join(figures)} |"
     yield ""
-    yield from wrapped(_beside_fixed(cases))
+    told = " ".join(_beside_fixed(case, cases) for case in cases if not case["is_fixed"])
+    yield from wrapped(f"{told} Fixed sizes are chosen here with the whole load known.")
 
 
 def _hours(case: dict[str, Any]) -> float:
     return float(sum(case["worker_hours"].values()))
 
 
-def _beside_fixed(cases: list[dict[str, Any]]) -> str:
-    """The law beside the cheapest fixed sizes that keep as much, as far as some were tried."""
-    law = cases[0]
+def _beside_fixed(law: dict[str, Any], cases: list[dict[str, Any]]) -> str:
+    """A law beside the cheapest fixed sizes that keep as much, as far as some were tried."""
     as_good = [case for case in cases if case["is_fixed"] and case["kept_share"] >= law["kept_share"]]
     if not as_good:
-        return "No fixed size that was tried keeps as many requests as the law."
+        return f"No fixed size that was tried keeps as many requests as *{law['name']}*."
     best = min(as_good, key=_hours)
     return (
-        f"Of the fixed sizes that keep at least as many requests as the law, the cheapest that was tried is "
-        f"{best['name'].removeprefix('fixed: ')}: {_hours(best):.1f} worker-hours to {_hours(law):.1f} of the law "
-        f"({_hours(law) / _hours(best):.0%}). It was chosen with the whole load known."
+        f"The cheapest fixed sizes that were tried and keep at least as many requests as *{law['name']}* are "
+        f"{best['name'].removeprefix('fixed: ')}; it takes {_hours(law) / _hours(best):.2f} times their worker-hours."
     )

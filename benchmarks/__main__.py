@@ -32,6 +32,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_host(commands)
     _add_parts(commands)
     _add_placement(commands)
+    _add_autoscale(commands)
     _add_conversations(commands)
     _add_simulated(commands)
     _add_accuracy(commands)
@@ -115,6 +116,21 @@ def _add_placement(commands: Any) -> None:
         "python -m benchmarks placement\npython -m benchmarks placement --json docs/figures/placement.json",
         _placement,
     )
+    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+
+
+def _add_autoscale(commands: Any) -> None:
+    command = add_command(
+        commands,
+        "autoscale",
+        "laws that size pools by their load beside fixed sizes, on Azure's traces; simulated; a quarter of an hour",
+        "python -m benchmarks autoscale --traces ~/traces --json docs/figures/autoscale.json",
+        _autoscale,
+    )
+    command.add_argument(
+        "--traces", type=Path, required=True, metavar="DIR",
+        help="with AzureLLMInferenceTrace_conv.csv and AzureLLMInferenceTrace_code.csv",
+    )  # fmt: skip
     command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
 
 
@@ -249,6 +265,13 @@ def _parts(options: argparse.Namespace) -> int:
     from benchmarks.parts import command
 
     command.run(options.model, options.transport, options.only, options.json)
+    return 0
+
+
+def _autoscale(options: argparse.Namespace) -> int:
+    from benchmarks.autoscale import command
+
+    command.run(options.traces, options.json)
     return 0
 
 

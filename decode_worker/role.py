@@ -446,6 +446,8 @@ class DecodeRole:
     def after_step(self, batch: Batch) -> None:
         took_s = self._clock.now() - self._step_began_s
         self._scheduler.budget.note(self._num_generating, batch.num_chunk_tokens + batch.num_paced_tokens, took_s)
+        self._counters.num_steps += 1
+        self._counters.busy_s += took_s
         if batch.num_paced_tokens:
             self._counters.num_mixed_steps += 1
             self._counters.mixed_s += took_s

@@ -293,6 +293,8 @@ class PrefillRole:
 
     def after_step(self, batch: Batch) -> None:
         self._counters.num_prompt_tokens_computed += batch.num_tokens
+        self._counters.num_steps += 1
+        self._counters.busy_s += self._times.elapsed_s
         if self._scheduler.tiers is not None:
             self._scheduler.tiers.computed(batch.num_tokens, self._times.elapsed_s)
         self._pacing.before_handoffs({item.sequence.owner.receiver for item in batch.items})

@@ -60,6 +60,7 @@ class RouterControl(RouterControlServicer):
             num_waiting=context.admission.num_waiting,
             suspected_writers=[pb.SuspectedWriter(**key._asdict()) for key in sorted(context.workers.suspected)],
             errors=context.errors.to_wire(),
+            load=context.load.to_wire(context.turns),
         )
 
 

@@ -15,7 +15,7 @@ from tandem.cluster.arguments import add_commands as add_cluster_commands
 from tandem.cluster.arguments import add_target_options, where
 from tandem.cluster.launch.arguments import add_commands as add_launch_commands
 from tandem.cluster.watch.arguments import add_commands as add_watch_commands
-from tandem.core.arguments import Parser, port, whole
+from tandem.core.arguments import Parser, PoolSizes, pool_sizes, port, whole
 from tandem.core.config import MAX_POOL, Config, load
 from tandem.core.errors import NOT_RUNNING, NotRunningError, TandemError
 from tandem.plan.arguments import add_command_to as add_plan_command
@@ -27,7 +27,7 @@ _ENGINES = ("torch", "simulated")
 
 _PIPE_CLOSED = 128 + 13  # as shells have it for SIGPIPE
 
-_workers = whole(1, MAX_POOL)
+_workers, _prefill_sizes, _sizes = whole(1, MAX_POOL), pool_sizes(0, MAX_POOL), pool_sizes(1, MAX_POOL)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -163,12 +163,13 @@ def _add_serving_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
     command.add_argument("--port", type=port, metavar="N", help="HTTP port (default: 8000)")
     command.add_argument(
-        "--prefill",
-        type=whole(0, MAX_POOL),
-        metavar="N",
-        help="number of prefill workers (default: 1); with 0 the decode workers compute prompts too",
+        "--prefill", type=_prefill_sizes, metavar="N|MIN:MAX",
+        help="number of prefill workers, or the fewest and the most of a pool that follows its load (default: 1); with "
+        "0 the decode workers compute prompts too",
     )
-    command.add_argument("--decode", type=_workers, metavar="N", help="number of decode workers (default: 1)")
+    command.add_argument(
+        "--decode", type=_sizes, metavar="N|MIN:MAX", help="the same of decode workers (default: 1)"
+    )
     command.add_argument("--routers", type=_workers, metavar="N", help="number of routers (default: 1)")
 
 
@@ -273,11 +274,20 @@ def _config(options: argparse.Namespace) -> Config:
         "http.port": options.port,
         "http.api_keys_file": options.api_keys_file,
         "security.certificates": options.certificates,
-        "pools.prefill.workers": options.prefill,
-        "pools.decode.workers": options.decode,
+        **_pool("prefill", options.prefill),
+        **_pool("decode", options.decode),
         "pools.routers": options.routers,
     }
     return load(options.config, {key: value for key, value in given.items() if value is not None})
+
+
+def _pool(role: str, sizes: PoolSizes | None) -> dict[str, int]:
+    """Keys of a pool; all three, so that none of the file's is left beside them."""
+    if sizes is None:
+        return {}
+    least, most = (0, 0) if sizes.least == sizes.most else sizes
+    path = f"pools.{role}"
+    return {f"{path}.workers": sizes.least, f"{path}.min": least, f"{path}.max": most}
 
 
 if __name__ == "__main__":

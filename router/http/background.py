@@ -14,12 +14,10 @@ from router.batches.run import Answer
 from router.http.exchange import Exchange
 from router.openai.endpoint import Call, ReadBody
 from router.openai.fields import PromptBounds
+from router.request.request import BACKGROUND_PRIORITY
 from router.request.tenant import Tenant
 from tandem.core.config import LimitsConfig
 from tandem.core.logging import bound
-
-#: Greater than any that a client may ask for, so that ageing does not bring it before one that somebody waits for.
-LOWEST_PRIORITY = (1 << 31) - 1
 
 
 def behind_all(read_body: ReadBody) -> ReadBody:
@@ -27,7 +25,7 @@ def behind_all(read_body: ReadBody) -> ReadBody:
 
     def read(body: dict[str, Any], limits: LimitsConfig, bounds: PromptBounds) -> Call:
         call = read_body(body, limits, bounds)
-        return replace(call, parsed=replace(call.parsed, priority=LOWEST_PRIORITY))
+        return replace(call, parsed=replace(call.parsed, priority=BACKGROUND_PRIORITY))
 
     return read
 

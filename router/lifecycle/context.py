@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from router.lifecycle.migration_slots import MigrationSlots
 from router.lifecycle.open_exchanges import OpenExchanges
 from router.lifecycle.request_errors import RequestErrors
+from router.lifecycle.request_load import RequestLoad
 from router.lifecycle.tenants import Tenants
 from router.lifecycle.turns import Turns
 from router.observe.recorder import Recorder
@@ -35,6 +36,7 @@ class RouterContext:
     turns: Turns
     open_exchanges: OpenExchanges = field(default_factory=OpenExchanges)
     errors: RequestErrors = field(default_factory=RequestErrors)
+    load: RequestLoad = field(default_factory=RequestLoad)
     recorder: Recorder = field(default_factory=Recorder)
 
     async def drain(self) -> None:

@@ -81,6 +81,7 @@ class InFlightRequest:
         self._first_token_s: list[float | None] = [None] * request.num_choices
         self._last_token_s: list[float | None] = [None] * request.num_choices
         context.budget.earn()
+        context.load.came(request, context.turns.computed_share)
         self._turn = context.turns.join(request, inbox)
 
     @property
@@ -308,12 +309,14 @@ class InFlightRequest:
         gap_s = None if last_s is None else now_s - last_s
         self.context.recorder.tokens(self.trace, now_s, num_tokens, gap_s)
         metrics.output_tokens.inc(num_tokens)
+        self.context.load.gave(self.request, num_tokens)
         self.context.tenants.give(self.request.tenant, num_tokens)
         self._turn.charge(num_tokens)
         if gap_s is not None:
             metrics.itl_s.observe(gap_s)
         elif all(stamp is None for stamp in self._last_token_s):
             metrics.ttft_s.observe(now_s - self.request.arrived_s)
+            self.context.load.gave_first(self.request, now_s - self.request.arrived_s)
         if gap_s is None:
             self._first_token_s[choice] = now_s
         for _ in range(num_tokens - 1):  # they came early, so the client gets them in the same moment
@@ -354,6 +357,9 @@ class InFlightRequest:
         num_prompt = len(self.request.prompt_ids) if self._num_cached_tokens is not None else 0
         self.context.tenants.count_end(self.request.tenant, outcome, num_prompt, self.journal.num_tokens)
         self._count_targets(outcome)
+        if outcome == "finished":
+            slowest_s = max((self._tpot_s(n) for n in range(self.request.num_choices)), default=0.0)
+            self.context.load.ended(self.request, self.journal.num_tokens, slowest_s)
         for reason, count in dropped.items():
             if reason == "disagreed":
                 metrics.disagreements.inc(count)

@@ -48,6 +48,25 @@ class Turns:
         """Of the prompts that wait."""
         return self._queue.num_tokens
 
+    @property
+    def computed_share(self) -> float:
+        """Of the prompts that were begun lately, the share that was in no cache."""
+        return self._computed_share
+
+    @property
+    def num_waiting_tokens_to_compute(self) -> float:
+        """Of the prompts that wait here for workers which compute prompts."""
+        return 0.0 if self._is_held_by_decode else self._queue.num_tokens * self._computed_share
+
+    @property
+    def num_held_for_decode(self) -> int:
+        """Requests that wait here because decode has no places or pages for them."""
+        return self._queue.num_waiting if self._is_held_by_decode else 0
+
+    @property
+    def _is_held_by_decode(self) -> bool:
+        return self._queue.num_waiting > 0 and not self._under_way.has_enough_ahead(self._room())
+
     def join(self, request: Request, inbox: Mailbox[Event]) -> Turn:
         """`inbox` gets `TurnCame` when the turn has come, unless it has come at once."""
         turn = Turn(self, request, inbox, self._slack_s(request))

@@ -78,10 +78,7 @@ class UnderWay:
         if not self.num_requests or not room.num_computing or (num_sequences and not room.num_decode):
             return True  # without workers it is to find that out
         share = 1 / room.num_routers
-        most_ahead = math.ceil(_AHEAD * room.num_computing * share)
-        most_tokens = room.tokens_per_s * _AHEAD_S * room.num_computing * share
-        num_behind = len(self.turns_ahead) - bisect_right(self.turns_ahead, turn)
-        if self.num_ahead - num_behind >= most_ahead and self.tokens_ahead >= most_tokens:
+        if self.has_enough_ahead(room, turn):
             return False
         if not num_sequences:
             return True
@@ -89,3 +86,12 @@ class UnderWay:
             return False
         has_pages = num_tokens <= room.most_pages * room.page_size
         return has_pages or self.num_ungranted < math.ceil(_AHEAD * room.num_decode * share)
+
+    def has_enough_ahead(self, room: Room, turn: float = math.inf) -> bool:
+        """Whether prompts are placed and not begun that keep all workers busy which compute prompts, and that go before
+        one with this turn."""
+        share = 1 / room.num_routers
+        most_ahead = math.ceil(_AHEAD * room.num_computing * share)
+        most_tokens = room.tokens_per_s * _AHEAD_S * room.num_computing * share
+        num_behind = len(self.turns_ahead) - bisect_right(self.turns_ahead, turn)
+        return self.num_ahead - num_behind >= most_ahead and self.tokens_ahead >= most_tokens

@@ -11,6 +11,10 @@ from tandem.core.prompt_scores import TokenScore
 from tandem.core.protocols import OLDEST
 from tandem.core.sampling import SamplingParams
 
+#: Of requests of batches: greater than any that a client may ask for, so that ageing does not bring one before those
+#: that somebody waits for.
+BACKGROUND_PRIORITY = (1 << 31) - 1
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -41,6 +45,11 @@ class Request:
         """By when its first token is wanted, on the router's clock."""
         ttft_s = self.targets.ttft_s if self.targets is not None else math.inf
         return self.arrived_s + min(ttft_s, self.timeout_s if self.timeout_s is not None else math.inf)
+
+    @property
+    def is_background(self) -> bool:
+        """Whether it is one of a batch, for which nobody waits."""
+        return self.priority == BACKGROUND_PRIORITY
 
     @property
     def protocol(self) -> int:

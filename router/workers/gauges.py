@@ -14,6 +14,7 @@ from router.policy.retry_budget import RetryBudget
 from router.workers.registry import WorkerRegistry
 from router.workers.session import SessionState
 from tandem.core.pages import PageState
+from tandem.rpc.convert import ROLE_FROM_PROTO
 from tandem.rpc.guard import RoleGuard
 
 # As the status calls them.
@@ -32,6 +33,7 @@ class RouterGauges(Collector):
 
     def collect(self) -> Iterable[Metric]:
         yield from self._of_workers()
+        yield from self._of_pools()
         yield self._of_links()
         yield from self._of_tiers()
         yield GaugeMetricFamily(
@@ -70,6 +72,25 @@ class RouterGauges(Collector):
         for (method, role), num in list(self._guard.num_denied.items()):
             denied.add_metric([method, role or "none"], num)
         yield denied
+
+    def _of_pools(self) -> Iterable[Metric]:
+        workers = GaugeMetricFamily(
+            "tandem_pool_workers",
+            "Workers that a pool shall have: `wanted` now, `least` and `most` by its load, the same where it is fixed",
+            labels=["role", "bound"],
+        )
+        changes = CounterMetricFamily(
+            "tandem_pool_changes",
+            "Changes of a pool's size by its load: `grown`, `shrunk`, or `refused`, as there was no room to grow",
+            labels=["role", "outcome"],
+        )
+        for pool in self._workers.pool_sizes:
+            role = ROLE_FROM_PROTO[pool.role]
+            for bound in ("wanted", "least", "most"):
+                workers.add_metric([role, bound], getattr(pool, bound))
+            for outcome in ("grown", "shrunk", "refused"):
+                changes.add_metric([role, outcome], getattr(pool, f"num_{outcome}"))
+        return workers, changes
 
     def _of_links(self) -> Metric:
         rates = GaugeMetricFamily(

@@ -32,7 +32,7 @@ from tandem.core.identity import WORKER_ROLES, Role, WorkerKey
 from tandem.core.metrics import RouterMetrics
 from tandem.rpc.convert import ROLE_FROM_PROTO
 from tandem.rpc.v1.common_pb2 import CachedPages, LinkReport, TierReport, WorkerStatus
-from tandem.rpc.v1.control_pb2 import Member, Membership
+from tandem.rpc.v1.control_pb2 import Member, Membership, PoolSize
 from tandem.rpc.v1.decode_pb2 import Admitted, ComputesHere, WriterSuspected
 from tandem.rpc.v1.prefill_pb2 import HandoffDone, LinkChanged, PrefillEnded, WorkSpan
 
@@ -99,6 +99,8 @@ class WorkerRegistry:
         self.pages = KnownPages()
         #: By which tenants' salts are made; all routers of the cluster have it in common. Empty before it is told.
         self.cache_secret = b""
+        #: Of the pools of workers, as the supervisor told them last; for metrics.
+        self.pool_sizes: tuple[PoolSize, ...] = ()
         #: Called whenever a worker comes or goes.
         self.on_change: Callable[[], object] = lambda: None
         #: Called whenever a worker has told of its load.
@@ -115,6 +117,7 @@ class WorkerRegistry:
             return
         self._version = membership.version
         self._take_share(membership)
+        self.pool_sizes = tuple(membership.pools)
         self.cache_secret = membership.cache_secret
         self._is_colocated = membership.colocated
         members = [member for member in membership.members if member.role in ROLE_FROM_PROTO]

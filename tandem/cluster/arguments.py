@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from tandem.core.arguments import port, whole
+from tandem.core.arguments import pool_sizes, port, whole
 from tandem.core.config import MAX_POOL
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ _AddCommand: TypeAlias = Callable[..., argparse.ArgumentParser]
 
 _MANY_LINES = 100_000  # of a log, in which a request is looked for
 
-_workers = whole(1, MAX_POOL)
+_workers, _prefill_sizes, _sizes = whole(1, MAX_POOL), pool_sizes(0, MAX_POOL), pool_sizes(1, MAX_POOL)
 
 
 def add_commands(commands: Any, add_command: _AddCommand) -> None:
@@ -45,6 +45,9 @@ def _add_status(commands: Any, add_command: _AddCommand) -> None:
     command = add_command(commands, "status", "show the workers of a running cluster", "tandem status --json", _status)
     add_target_options(command)
     command.add_argument("--json", action="store_true", help="print everything as JSON")
+    command.add_argument(
+        "--why", action="store_true", help="say too why pools that follow their load have the sizes that they have"
+    )
 
 
 def _add_scale(commands: Any, add_command: _AddCommand) -> None:
@@ -52,19 +55,17 @@ def _add_scale(commands: Any, add_command: _AddCommand) -> None:
         commands,
         "scale",
         "change how many workers each pool has, and how many routers there are, while requests run",
-        "tandem scale --prefill 2 --decode 1\ntandem scale --routers 2",
+        "tandem scale --prefill 2 --decode 1\ntandem scale --prefill 1:4\ntandem scale --routers 2",
         _scale,
     )
     add_target_options(command)
     command.add_argument(
-        "--prefill",
-        type=whole(0, MAX_POOL),
-        metavar="N",
-        help="new number of prefill workers (default: unchanged); with 0 the decode workers compute prompts too",
+        "--prefill", type=_prefill_sizes, metavar="N|MIN:MAX",
+        help="new number of prefill workers, fixed also where the pool followed its load; or the fewest and the most, "
+        "between which it follows its load from now on (default: unchanged); with 0 the decode workers compute prompts "
+        "too",
     )
-    command.add_argument(
-        "--decode", type=_workers, metavar="M", help="new number of decode workers (default: unchanged)"
-    )
+    command.add_argument("--decode", type=_sizes, metavar="N|MIN:MAX", help="the same of decode workers")
     command.add_argument(
         "--routers", type=_workers, metavar="R", help="new number of routers (default: unchanged)"
     )
@@ -144,7 +145,7 @@ def _add_logs(commands: Any, add_command: _AddCommand) -> None:
 def _status(options: argparse.Namespace) -> int:
     from tandem.cluster import commands
 
-    return commands.status(where(options), as_json=options.json)
+    return commands.status(where(options), as_json=options.json, why=options.why)
 
 
 def _scale(options: argparse.Namespace) -> int:

@@ -17,10 +17,19 @@ from tandem.cluster.client import TIMEOUT_S, Target, Where, find_cluster, find_s
 from tandem.cluster.following import Following, node_advice, unfinished
 from tandem.cluster.plain import plain
 from tandem.cluster.serve.processes import wait_for_exit
-from tandem.cluster.serve.report import Reporter, cluster_table, link_lines, make_console, network_line, pools_line
+from tandem.cluster.serve.report import (
+    Reporter,
+    cluster_table,
+    link_lines,
+    make_console,
+    network_line,
+    pools_line,
+    why_lines,
+)
 from tandem.cluster.statefile import Stage
 from tandem.cluster.waits import check_wait
 from tandem.cluster.wheel import read_wheel
+from tandem.core.arguments import PoolSizes
 from tandem.core.config import Config
 from tandem.core.errors import ConfigError, NoWorkerError, WorkerLostError
 from tandem.rpc.v1 import supervisor_pb2
@@ -43,7 +52,7 @@ SERVE_END_TIMEOUT_S = 30.0
 _MARKS = {"ok": ("ok", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "red")}
 
 
-def status(where: Where, *, as_json: bool) -> int:
+def status(where: Where, *, as_json: bool, why: bool = False) -> int:
     target = find_cluster(where)
     cluster = _ask(target)
     state, detail = _state(target, cluster)
@@ -64,6 +73,8 @@ def status(where: Where, *, as_json: bool) -> int:
         console.print(ways)
     console.print(cluster_table(cluster))
     for line in link_lines(cluster):
+        console.print(line)
+    for line in why_lines(cluster) if why else ():
         console.print(line)
     return 0
 
@@ -92,12 +103,17 @@ def _state(target: Target, cluster: supervisor_pb2.Cluster | None) -> tuple[str,
     return state, state
 
 
-def scale(where: Where, *, prefill: int | None, decode: int | None, routers: int | None, wait: bool) -> int:
+def scale(
+    where: Where, *, prefill: PoolSizes | None, decode: PoolSizes | None, routers: int | None, wait: bool
+) -> int:
     if prefill is None and decode is None and routers is None:
         raise ConfigError("say how many workers or routers: --prefill N, --decode N, --routers N, or several of them")
     target = find_started(where)
     with Reporter() as reporter, supervisor(target) as stub:
-        request = supervisor_pb2.ScaleRequest(prefill=prefill, decode=decode, router=routers)
+        pools = {"prefill": prefill, "decode": decode}
+        sizes = {role: given.least for role, given in pools.items() if given is not None}
+        most = {f"{role}_most": given.most for role, given in pools.items() if given and given.least < given.most}
+        request = supervisor_pb2.ScaleRequest(**sizes, **most, router=routers)
         reply = stub.Scale(request, timeout=TIMEOUT_S)
         if reply.HasField("error"):
             raise ConfigError(reply.error.message, key=reply.error.field)

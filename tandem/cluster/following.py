@@ -67,6 +67,12 @@ def node_advice(cluster: supervisor_pb2.Cluster, target: str) -> list[str]:
         " (an autoscaler adds one by itself, up to its limit)",
     ]
     if missed:
-        sizes = "".join(f" --{ROLE_FROM_PROTO[p.role]} {p.wanted - counts[p.role]}" for p in missed)
+        sizes = "".join(f" --{ROLE_FROM_PROTO[p.role]} {_without(p, counts[p.role])}" for p in missed)
         lines.append(f"  take it back   tandem scale{target}{sizes}")
     return lines
+
+
+def _without(pool: supervisor_pb2.Pool, num: int) -> str:
+    """The size of a pool that has `num` workers less; of one that follows its load the bounds."""
+    size = pool.wanted - num
+    return f"{min(pool.least, size)}:{size}" if pool.most and pool.least < size else str(size)

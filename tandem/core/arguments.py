@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class Parser(argparse.ArgumentParser):
@@ -57,6 +57,33 @@ def whole(least: int, most: int | None = None) -> Callable[[str], Any]:
         return number(
             text, int, lambda value: least <= value and (most is None or value <= most), f"a whole number {range_words}"
         )
+
+    return read
+
+
+class PoolSizes(NamedTuple):
+    """Workers that a pool may have; with two equal numbers its size is fixed, else it follows its load."""
+
+    least: int
+    most: int
+
+    def __str__(self) -> str:
+        return str(self.least) if self.least == self.most else f"{self.least}:{self.most}"
+
+
+def pool_sizes(least: int, most: int) -> Callable[[str], PoolSizes]:
+    """Reads `2`, a fixed size, and `1:4`, the fewest and the most; each of them from `least` to `most`, but a range
+    begins with 1 worker or more."""
+    size = whole(least, most)
+
+    def read(text: str) -> PoolSizes:
+        first, colon, second = text.partition(":")
+        found = PoolSizes(size(first), size(second if colon else first))
+        if found.least > found.most:
+            raise argparse.ArgumentTypeError(f"{text!r} is no range of sizes: the first is more than the second")
+        if found.least == 0 < found.most:
+            raise argparse.ArgumentTypeError(f"{text!r} is no range: a pool that follows its load has 1 worker or more")
+        return found
 
     return read
 

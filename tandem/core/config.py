@@ -76,8 +76,32 @@ class PoolConfig:
     """One pool of workers."""
 
     workers: int = _key(1, "How many workers the pool starts with. `tandem scale` changes it later.", minimum=1)
+    min: int = _key(
+        0, "The fewest workers of a pool that follows its load, and with how many it starts where `workers` is less; "
+        "0: `workers`. Raise it where load comes too suddenly to wait for a worker's start.",
+        minimum=0, maximum=MAX_POOL,
+    )
+    max: int = _key(
+        0, "The most workers of a pool that follows its load; 0: `workers`. The pool follows its load where this is "
+        "more than `min`.", minimum=0, maximum=MAX_POOL
+    )
     threads: int = _key(0, "CPU threads of each worker; 0: an equal share of the cores.", minimum=0)
     gpus: float = _key(0.0, "GPUs of each worker; 0: it computes on the CPU.", minimum=0)
+
+    @property
+    def least(self) -> int:
+        """Workers that it has at least."""
+        return self.min or self.workers
+
+    @property
+    def most(self) -> int:
+        """Workers that it has at most."""
+        return self.max or max(self.workers, self.min)
+
+    @property
+    def at_first(self) -> int:
+        """Workers with which it starts."""
+        return max(self.workers, self.min)
 
 
 @dataclass(frozen=True)
@@ -100,6 +124,15 @@ class PoolsConfig:
     )
     prefill: PrefillPoolConfig = field(default_factory=PrefillPoolConfig)
     decode: PoolConfig = field(default_factory=PoolConfig)
+    utilisation: float = _key(
+        0.7, "Share of what its workers can do at which a pool that follows its load is to work. It grows a little "
+        "above, and shrinks where one worker less would stay below. Lower it for more room for bursts, at the price "
+        "of more workers.", minimum=0.05, maximum=0.9,
+    )
+    shrink_delay_s: float = _key(
+        120.0, "Seconds for which a pool must have been too large, and not have grown, before it gives up a worker. "
+        "Raise it where workers take long to start; growing is never delayed.", minimum=1
+    )
 
 
 @dataclass(frozen=True)
@@ -530,6 +563,8 @@ def _check_relations(config: Config) -> None:
                 key=f"cache.{name}",
             )
     _check_engine(config)
+    for role in ("prefill", "decode"):
+        _check_pool(getattr(config.pools, role), f"pools.{role}")
     for origin in config.http.cors_origins:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
             raise ConfigError(
@@ -537,3 +572,18 @@ def _check_relations(config: Config) -> None:
                 "them: https://app.example or http://localhost:3000, or `*` for any",
                 key="http.cors_origins",
             )
+
+
+def _check_pool(pool: PoolConfig, path: str) -> None:
+    if pool.max and pool.at_first > pool.max:
+        name, size = ("min", pool.min) if pool.min > pool.max else ("workers", pool.workers)
+        raise ConfigError(
+            f"{path}.{name} is {size}, more than {path}.max ({pool.max}); raise {path}.max, or lower the other",
+            key=f"{path}.{name}",
+        )
+    if pool.min and not pool.max and pool.min != pool.workers:
+        raise ConfigError(
+            f"{path}.min is {pool.min}, and {path}.max is not set; a pool follows its load between the two, and one of "
+            f"fixed size has {path}.workers alone",
+            key=f"{path}.min",
+        )

@@ -20,7 +20,7 @@ SIMULATED_TOKEN_BYTES = 64
 """Of the pages of a simulated engine, which stand for the real ones."""
 
 #: What a scenario of `tandem sim` says beside: a simulated engine reads its file too, and has no use for it.
-_OF_SIMULATIONS = ("network", "load", "tandem", "seed")
+_OF_SIMULATIONS = ("pools", "network", "load", "tandem", "seed")
 
 
 @dataclass(frozen=True)

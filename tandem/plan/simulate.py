@@ -13,8 +13,9 @@ from tandem.core.time_model import ModelSpec, PoolSpec
 from tandem.plan.calculators import kv_room, roofline
 from tandem.plan.plan_file import Plan, TypeSpec
 from tandem.sim.load import Arrival
+from tandem.sim.outcome import Outcome
 from tandem.sim.scenario import LoadSpec, Scenario, arrivals
-from tandem.sim.world import Outcome, World, WorldShape
+from tandem.sim.world import World, WorldShape
 
 
 @dataclass(frozen=True, slots=True)

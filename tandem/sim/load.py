@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from tandem.bench.load.trace_entry import TraceEntry
 from tandem.core.errors import ConfigError
 
+APART_S = 30.0
+"""Seconds by which copies of a request come sooner or later: as from other clients who do the same at that time."""
+
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
@@ -41,11 +44,20 @@ def drawn(num: int, rate: float, inputs: Lengths, outputs: Lengths, seed: int) -
     return found
 
 
-def recorded(entries: Sequence[TraceEntry], speed: float) -> list[Arrival]:
-    """The requests of a trace, `speed` times as fast. Raises `ConfigError` where it does not say when they came."""
-    found = []
-    for number, entry in enumerate(entries):
-        if entry.arrival_s is None:
-            raise ConfigError("the trace does not say when its requests came; take one that does", key="load.trace")
-        found.append(Arrival(number, entry.arrival_s / speed, max(1, entry.num_input), max(1, entry.num_output)))
-    return found
+def recorded(
+    traces: Sequence[Sequence[TraceEntry]], speed: float = 1.0, copies: int = 1, seed: int = 0
+) -> list[Arrival]:
+    """The requests of traces that follow each other, `speed` times as fast; each comes `copies` times, but for the
+    first up to `APART_S` sooner or later. Raises `ConfigError` where a trace does not say when its requests came."""
+    rng, began_s, found = random.Random(seed), 0.0, list[tuple[float, int, int]]()
+    for entries in traces:
+        last_s = began_s
+        for entry in entries:
+            if entry.arrival_s is None:
+                raise ConfigError("the trace does not say when its requests came; take one that does", key="load.trace")
+            last_s = began_s + entry.arrival_s / speed
+            lengths = max(1, entry.num_input), max(1, entry.num_output)
+            found.append((last_s, *lengths))
+            found += [(max(0.0, last_s + rng.uniform(-APART_S, APART_S)), *lengths) for _ in range(copies - 1)]
+        began_s = last_s
+    return [Arrival(number, *each) for number, each in enumerate(sorted(found))]

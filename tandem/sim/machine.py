@@ -29,6 +29,7 @@ class Work:
     num_steps: int = 0
     busy_s: float = 0.0
     num_tokens: int = 0
+    num_rows: int = 0  # of these tokens, those of sequences that generate
     num_preemptions: int = 0
     num_mixed_steps: int = 0  # of decode, in which it computed prompts
     mixed_s: float = 0.0
@@ -81,10 +82,12 @@ class Machine:
         if not batch.items:
             self._is_busy = False
             return
-        seconds = self._times.seconds(terms_of(batch))
+        terms = terms_of(batch)
+        seconds = self._times.seconds(terms)
         self.work.num_steps += 1
         self.work.busy_s += seconds
         self.work.num_tokens += batch.num_tokens
+        self.work.num_rows += terms.num_rows
         if batch.num_paced_tokens:
             self.work.num_mixed_steps += 1
             self.work.mixed_s += seconds
@@ -105,6 +108,11 @@ class Machine:
     def choices(self) -> Sequence[Choice]:
         """All that run or wait here."""
         return [*self.scheduler.running, *self.scheduler.waiting, *self.scheduler.parked]
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is here, or on its way here."""
+        return not self.choices and not self.num_waiting and self.num_commands == self.num_commands_sent
 
     def tell(self) -> None:
         """Report how things are now."""

@@ -9,8 +9,9 @@ from typing import Any
 from rich.table import Table
 
 from tandem.bench.report.summary import Distribution, distribution
-from tandem.core.identity import Role
-from tandem.sim.world import Outcome, World
+from tandem.core.identity import WORKER_ROLES, Role
+from tandem.sim.outcome import Outcome
+from tandem.sim.world import World
 
 FORMAT = "tandem-simulation-1"
 
@@ -33,6 +34,13 @@ def content(world: World, outcomes: Sequence[Outcome], took_s: float) -> dict[st
         "num_input_tokens": sum(one.arrival.num_input for one in outcomes),
         "num_output_tokens": sum(one.num_tokens for one in outcomes),
         "output_tokens_per_s": sum(one.num_tokens for one in outcomes) / end_s,
+        "slo": {
+            "ttft_s": world.shape.ttft_s,
+            "tpot_s": world.shape.tpot_s,
+            "kept_share": world.figures.num_kept / len(outcomes),
+        },
+        "worker_hours": {role.value: worker_hours(world, role, end_s) for role in WORKER_ROLES},
+        "pools": {role.value: _pool(world, role, end_s) for role in WORKER_ROLES},
         "num_by_decode_alone": sum(not one.prefill for one in outcomes),
         "latencies": {
             name: dataclasses.asdict(found) if (found := distribution(values)) else None
@@ -64,6 +72,42 @@ def content(world: World, outcomes: Sequence[Outcome], took_s: float) -> dict[st
     }
 
 
+def worker_hours(world: World, role: Role, end_s: float) -> float:
+    """Of all workers of a pool, from when each was asked for until it was gone."""
+    return sum(life.worked_s(end_s) for life in world.fleet.lives if life.role is role) / 3600
+
+
+def _pool(world: World, role: Role, end_s: float) -> dict[str, Any]:
+    """Bounds, sizes over time and why they changed. `sizes`: seconds, workers that are wanted, and that are ready."""
+    bounds = world.shape.ranges.get(role)
+    decisions = [decision for decision in world.decisions if decision.role is role]
+    lives = [life for life in world.fleet.lives if life.role is role]
+    moments = {0.0, *(moment for life in lives for moment in (life.asked_s, life.ready_s, life.left_s) if moment)}
+    return {
+        "least": bounds.least if bounds else None,
+        "most": bounds.most if bounds else None,
+        "mean": sum(life.worked_s(end_s) for life in lives) / end_s,
+        "sizes": [
+            [
+                time,
+                sum(life.asked_s <= time and (life.left_s is None or time < life.left_s) for life in lives),
+                sum(life.is_ready(time) for life in lives),
+            ]
+            for time in sorted(moments)
+        ],
+        "changes": [
+            {
+                "at_s": each.at_s,
+                "before": each.before,
+                "wanted": each.wanted,
+                "why": each.why,
+                "inputs": dict(each.inputs),
+            }
+            for each in decisions
+        ],
+    }
+
+
 def tables(found: dict[str, Any]) -> list[Table]:
     """Latencies in milliseconds, then counts, then what each pool did."""
     latencies = Table("ms", "mean", "p50", "p90", "p99", "max", box=None)
@@ -77,13 +121,20 @@ def tables(found: dict[str, Any]) -> list[Table]:
     counts.add_row("requests", f"{found['num_requests']:,}, {found['num_by_decode_alone']:,} of them by decode alone")
     counts.add_row("tokens", f"{found['num_input_tokens']:,} in, {found['num_output_tokens']:,} out")
     counts.add_row("output throughput", f"{found['output_tokens_per_s']:,.1f} tokens/s")
+    slo = found["slo"]
+    targets = f"TTFT {slo['ttft_s']:g} s and TPOT {slo['tpot_s'] * 1e3:g} ms"
+    counts.add_row("SLO attainment", f"{slo['kept_share']:.1%} of the requests kept {targets}")
     counts.add_row("simulated", f"{found['simulated_s']:,.1f} s in {found['took_s']:,.1f} s")
-    pools = Table("pool", "workers", "busy", "steps", "preemptions", box=None)
+    pools = Table("pool", "workers", "worker-hours", "busy", "changes", "steps", "preemptions", box=None)
     for role in (Role.PREFILL, Role.DECODE):
         workers = [one for one in found["workers"] if one["role"] == role.value]
-        busy = sum(one["busy_share"] for one in workers) / len(workers)
+        pool, hours = found["pools"][role.value], found["worker_hours"][role.value]
+        busy = sum(one["busy_s"] for one in workers) / (3600 * hours)
         steps, preemptions = (sum(one[name] for one in workers) for name in ("num_steps", "num_preemptions"))
-        pools.add_row(role.value, str(len(workers)), f"{busy:.0%}", f"{steps:,}", f"{preemptions:,}")
+        wanted = [size for _, size, _ in pool["sizes"]]
+        sizes = f"{min(wanted)} to {max(wanted)}" if pool["changes"] else str(wanted[0])
+        changes = str(len(pool["changes"]))
+        pools.add_row(role.value, sizes, f"{hours:,.1f}", f"{busy:.0%}", changes, f"{steps:,}", f"{preemptions:,}")
     for table in (latencies, pools):
         for column in table.columns[1:]:
             column.justify = "right"

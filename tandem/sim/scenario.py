@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvtransfer.layout import KvFormat, LayoutId
+from router.request.targets import ON_CPU, ON_GPU
 from tandem.bench.load.traces import load_trace
+from tandem.cluster.supervisor.autoscale import Range, Settings
 from tandem.core.config import Config
 from tandem.core.config_tree import build, key, read_yaml
 from tandem.core.errors import ConfigError
@@ -18,6 +20,23 @@ from tandem.sim.world import PoolShape, WorldShape
 from tandem.worker.limits import Site, mixed_step_tokens, scheduler_limits
 
 _GIGA = 1e9
+
+
+@dataclass(frozen=True)
+class BoundsSpec:
+    """Between which a pool follows its load."""
+
+    min: int = key(0, "The fewest workers; 0: as many as it begins with.", minimum=0)
+    max: int = key(0, "The most workers; 0: as many as it begins with.", minimum=0)
+
+
+@dataclass(frozen=True)
+class PoolsSpec:
+    """Pools that follow their load, by the law that ships."""
+
+    prefill: BoundsSpec = field(default_factory=BoundsSpec)
+    decode: BoundsSpec = field(default_factory=BoundsSpec)
+    start_s: float = key(60.0, "Seconds from when a worker is asked for until it serves.", minimum=0)
 
 
 @dataclass(frozen=True)
@@ -37,6 +56,8 @@ class LoadSpec:
     trace: str = key("", "A trace as of `tandem bench run --trace`, relative to this file; empty: they are drawn.")
     limit: int = key(0, "Requests of the trace; 0: all.", minimum=0)
     speed: float = key(1.0, "Times as fast as it was recorded.", minimum=0.001)
+    then: tuple[str, ...] = key((), "Traces that follow, each from the last request of the one before on.")
+    copies: int = key(1, "Times that each request comes; but for the first up to half a minute off.", minimum=1)
     requests: int = key(1000, "How many are drawn.", minimum=1)
     rate: float = key(10.0, "Requests a second that are drawn, at random times.", minimum=0.000001)
     input_median: float = key(1000.0, "Tokens of a prompt that is drawn: lognormal around this.", minimum=1)
@@ -49,6 +70,7 @@ class LoadSpec:
 class Scenario(TimeModel):
     """All that a simulation needs."""
 
+    pools: PoolsSpec = field(default_factory=PoolsSpec)
     network: NetworkSpec = field(default_factory=NetworkSpec)
     load: LoadSpec = field(default_factory=LoadSpec)
     tandem: Config = field(default_factory=Config)
@@ -57,6 +79,7 @@ class Scenario(TimeModel):
     def shape(self) -> WorldShape:
         """The cluster. Of `tandem`, which has the keys of a `tandem.yaml`, counts what docs/simulator.md names."""
         config, network = self.tandem, self.network
+        ttft_s, tpot_s = ON_CPU if self.card.is_cpu else ON_GPU
         return WorldShape(
             prefill=self._pool(Role.PREFILL, self.prefill),
             decode=self._pool(Role.DECODE, self.decode),
@@ -67,6 +90,10 @@ class Scenario(TimeModel):
             message_s=network.message_us * 1e-6,
             report_s=network.report_ms * 1e-3,
             mixed_pool_tokens=config.scheduling.mixed_prompt_tokens if config.scheduling.mixed_pool else 0,
+            start_s=self.pools.start_s,
+            ttft_s=config.slo.ttft_ms / 1000 or ttft_s,
+            tpot_s=config.slo.tpot_ms / 1000 or tpot_s,
+            settings=Settings(config.pools.utilisation, config.pools.shrink_delay_s),
         )
 
     @property
@@ -85,7 +112,19 @@ class Scenario(TimeModel):
             # A real worker refuses beyond its bound; here all wait.
             replace(scheduler_limits(self.tandem, site, pool.tokens), queue_bound=sys.maxsize),
             mixed_step_tokens(self.tandem, site),
+            bounds=self._bounds(role, pool),
         )
+
+    def _bounds(self, role: Role, pool: PoolSpec) -> Range:
+        spec: BoundsSpec = getattr(self.pools, role)
+        found = Range(spec.min or pool.workers, spec.max or pool.workers)
+        if not found.least <= pool.workers <= found.most:
+            raise ConfigError(
+                f"{role}.workers is {pool.workers}, and pools.{role} goes from {found.least} to {found.most}; "
+                "begin with as many as it may have",
+                key=f"pools.{role}",
+            )
+        return found
 
 
 def read_scenario(path: Path) -> Scenario:
@@ -100,6 +139,8 @@ def arrivals(scenario: Scenario, directory: Path) -> list[Arrival]:
     """The load; traces are named relative to `directory`. Raises `ConfigError`."""
     load = scenario.load
     if load.trace:
-        return recorded(load_trace(directory / load.trace, limit=load.limit or None, key="load.trace"), load.speed)
+        traces = [("load.trace", load.trace), *(("load.then", name) for name in load.then)]
+        found = [load_trace(directory / name, limit=load.limit or None, key=key) for key, name in traces]
+        return recorded(found, load.speed, load.copies, scenario.seed)
     inputs, outputs = Lengths(load.input_median, load.input_spread), Lengths(load.output_median, load.output_spread)
     return drawn(load.requests, load.rate, inputs, outputs, scenario.seed)

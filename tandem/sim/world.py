@@ -18,27 +18,41 @@ from router.policy.pool import Pool
 from router.policy.route import RequestFacts
 from router.policy.snapshot import Snapshot
 from router.workers.learnt import REMEMBERED_S, Learnt
+from tandem.cluster.supervisor.autoscale import Decision, Range, Settings
 from tandem.core.errors import ConfigError, InternalError
 from tandem.core.identity import Role, WorkerKey
 from tandem.core.pages import page_table, pages_for
 from tandem.core.sampling import SamplingParams
 from tandem.core.step_times import StepTimes
+from tandem.sim.figures import Figures
+from tandem.sim.fleet import Fleet
 from tandem.sim.kernel import Kernel
 from tandem.sim.load import Arrival
 from tandem.sim.machine import TOKEN, Machine, Work
+from tandem.sim.outcome import Outcome
+from tandem.sim.scaling import Scaler, ShippedLaw
 from tandem.worker.batch import Batch, SchedulerLimits
 from tandem.worker.sequence import Sequence as Choice
+
+LOOK_S = 2.0
+"""Between two looks of the supervisor at the load; a heartbeat."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """Workers of one role, all alike. `times`: of their steps; `None`: those of the whole world."""
+    """Workers of one role, all alike.
+
+    num_workers: with which it begins.
+    times: of their steps; `None`: those of the whole world.
+    bounds: between which it follows its load; `None`: it does not.
+    """
 
     num_workers: int
     num_pages: int
     limits: SchedulerLimits
     mixed_step_tokens: int = 0
     times: StepTimes | None = None
+    bounds: Range | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +62,9 @@ class WorldShape:
     message_s: from the router to a worker, or back.
     report_s: a worker that computes tells of itself so often.
     mixed_pool_tokens: the longest prompt that a decode worker may compute alone; 0: none.
+    start_s: that a worker needs to be ready.
+    ttft_s, tpot_s: by when tokens are wanted.
+    settings: of the law by which pools follow their load.
     """
 
     prefill: PoolShape
@@ -59,44 +76,16 @@ class WorldShape:
     message_s: float
     report_s: float
     mixed_pool_tokens: int = 0
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What became of a request; seconds of the simulation."""
-
-    arrival: Arrival
-    prefill: str = ""  # the worker; empty: decode computed the prompt
-    decode: str = ""
-    first_token_s: float = 0.0
-    last_token_s: float = 0.0
-    longest_gap_s: float = 0.0
-    num_tokens: int = 0
+    start_s: float = 60.0
+    ttft_s: float = 1.0
+    tpot_s: float = 0.05
+    settings: Settings = field(default_factory=Settings)
 
     @property
-    def is_over(self) -> bool:
-        return self.num_tokens == self.arrival.num_output
-
-    @property
-    def ttft_s(self) -> float:
-        return self.first_token_s - self.arrival.arrived_s
-
-    @property
-    def e2e_s(self) -> float:
-        return self.last_token_s - self.arrival.arrived_s
-
-    @property
-    def tpot_s(self) -> float | None:
-        """Between two tokens, on average; `None`: there is one."""
-        return (self.last_token_s - self.first_token_s) / (self.num_tokens - 1) if self.num_tokens > 1 else None
-
-    def token(self, now_s: float) -> None:
-        if self.num_tokens:
-            self.longest_gap_s = max(self.longest_gap_s, now_s - self.last_token_s)
-        else:
-            self.first_token_s = now_s
-        self.last_token_s = now_s
-        self.num_tokens += 1
+    def ranges(self) -> dict[Role, Range]:
+        """Of the pools that follow their load."""
+        pools = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
+        return {role: pool.bounds for role, pool in pools.items() if pool.bounds and pool.bounds.follows_load}
 
 
 @dataclass(slots=True, eq=False)
@@ -121,11 +110,17 @@ class _Job:
 class World:
     """Args:
     on_end: called with each outcome.
+    scaler: what sizes the pools; `None`: the law that ships, where a pool follows its load.
+    decisions: that changed the size of a pool.
     """
 
     shape: WorldShape
     on_end: Callable[[Outcome], object] = lambda _: None
+    scaler: Scaler | None = None
     kernel: Kernel = field(default_factory=lambda: Kernel(0.0))
+    fleet: Fleet = field(init=False)
+    figures: Figures = field(init=False)
+    decisions: list[Decision] = field(default_factory=list, init=False)
     machines: dict[WorkerKey, Machine] = field(default_factory=dict, init=False)
     _pools: dict[Role, Pool] = field(default_factory=dict, init=False)
     _jobs: dict[str, _Job] = field(default_factory=dict, init=False)
@@ -133,21 +128,65 @@ class World:
     _link_free_s: dict[WorkerKey, float] = field(default_factory=dict, init=False)
     _told_s: dict[WorkerKey, float] = field(default_factory=dict, init=False)
     _told: dict[WorkerKey, Work] = field(default_factory=dict, init=False)  # what it had done by then
+    _takes_requests: set[WorkerKey] = field(default_factory=set, init=False)
     _prefill_speed: Learnt = field(default_factory=Learnt, init=False)  # tokens a second of computation
     _mixed_steps: Learnt = field(default_factory=partial(Learnt, REMEMBERED_S), init=False)
 
     def __post_init__(self) -> None:
-        for role, pool in ((Role.PREFILL, self.shape.prefill), (Role.DECODE, self.shape.decode)):
-            for number in range(pool.num_workers):
-                key = WorkerKey(f"{role.value}-{number}", "1")
-                self.machines[key] = Machine(
-                    self.kernel, key, role, num_pages=pool.num_pages, limits=pool.limits,
-                    times=pool.times or self.shape.times, kv_format=self.shape.kv_format,
-                    mixed_step_tokens=pool.mixed_step_tokens, on_preempted=self._preempted, on_step=self._stepped,
-                )  # fmt: skip
-                self._waiting[key], self._link_free_s[key] = deque(), 0.0
-                self._told_s[key], self._told[key] = -self.shape.report_s, Work()
-            self._pools[role] = Pool(role, [m.load() for m in self.machines.values() if m.role is role])
+        shape = self.shape
+        self.fleet = Fleet(self.kernel, self._make, self._ready, self._leave)
+        self.figures = Figures(shape.ttft_s, shape.tpot_s)
+        if self.scaler is None and shape.ranges:
+            self.scaler = ShippedLaw(shape.ranges, shape.settings, shape.ttft_s, shape.tpot_s)
+        for role, pool in ((Role.PREFILL, shape.prefill), (Role.DECODE, shape.decode)):
+            self._pools[role] = Pool(role)
+            for _ in range(pool.num_workers):
+                self.fleet.start(role, 0.0)
+
+    def _make(self, key: WorkerKey, role: Role) -> Machine:
+        pool = self.shape.prefill if role is Role.PREFILL else self.shape.decode
+        machine = self.machines[key] = Machine(
+            self.kernel, key, role, num_pages=pool.num_pages, limits=pool.limits,
+            times=pool.times or self.shape.times, kv_format=self.shape.kv_format,
+            mixed_step_tokens=pool.mixed_step_tokens, on_preempted=self._preempted, on_step=self._stepped,
+        )  # fmt: skip
+        self._waiting[key], self._link_free_s[key] = deque(), 0.0
+        self._told_s[key], self._told[key] = -self.shape.report_s, Work()
+        return machine
+
+    def _ready(self, machine: Machine) -> None:
+        self._takes_requests.add(machine.key)
+        self._show(machine)
+
+    def _leave(self, machine: Machine) -> None:
+        self._takes_requests.discard(machine.key)
+        self._pools[machine.role].discard(machine.key)
+
+    def _show(self, machine: Machine) -> None:
+        """Its load as it is now, to the router."""
+        if machine.key in self._takes_requests:
+            self._pools[machine.role].put(machine.load())
+
+    # -- sizes
+
+    def _look(self) -> None:
+        """As the supervisor does; until all requests have ended."""
+        self.fleet.look()
+        if self.figures.num_open == 0:
+            return
+        assert self.scaler is not None
+        roles, waiting = (Role.PREFILL, Role.DECODE), self._waiting
+        prefill, decode = (list(self.fleet.machines(role)) for role in roles)
+        num_kv = sum(job.outcome.arrival.num_input for machine in decode for job in waiting[machine.key])
+        sample = self.figures.sample(prefill, decode, num_kv)
+        for decision in self.scaler.decide(sample, {role: self.fleet.size(role) for role in roles}, self.kernel.now_s):
+            for _ in range(decision.before, decision.wanted):
+                self.fleet.start(decision.role, self.shape.start_s)
+            for _ in range(decision.wanted, decision.before):
+                self.fleet.give_up(decision.role)
+            if decision.is_change:
+                self.decisions.append(decision)
+        self.kernel.after(LOOK_S, self._look)
 
     def run(self, arrivals: Sequence[Arrival]) -> list[Outcome]:
         """Until all requests have ended. Raises `ConfigError` for one that fits into no worker."""
@@ -161,6 +200,9 @@ class World:
                     key="prefill.tokens",
                 )
         outcomes = [Outcome(arrival) for arrival in arrivals]
+        self.figures.num_open = len(outcomes)
+        if self.scaler is not None:
+            self.kernel.after(LOOK_S, self._look)
         for outcome in outcomes:
             self.kernel.at(outcome.arrival.arrived_s, partial(self._arrive, outcome))
         self.kernel.run_all()
@@ -172,6 +214,7 @@ class World:
 
     def _arrive(self, outcome: Outcome) -> None:
         arrival, prefill_pool = outcome.arrival, self._pools[Role.PREFILL]
+        self.figures.came(arrival)
         facts = RequestFacts(num_prompt_tokens=arrival.num_input, mixed_pool_tokens=self.shape.mixed_pool_tokens)
         snapshot = Snapshot(
             prefill_pool,
@@ -194,7 +237,7 @@ class World:
         to.num_commands_sent += 1
         number = to.num_commands_sent
         to.known.hold(job.request_id, number, num_tokens, num_pages, computes=num_tokens > 0)
-        self._pools[to.role].put(to.load())
+        self._show(to)
 
         def arrive() -> None:
             to.num_commands = number
@@ -205,11 +248,11 @@ class World:
     def _taken_up(self, machine: Machine, job: _Job, *, steps: bool) -> None:
         """The router hears that the worker has pages for it, computes it or generates."""
         if machine.known.note_taken_up(job.request_id, steps=steps):
-            self._pools[machine.role].put(machine.load())
+            self._show(machine)
 
     def _let_go(self, machine: Machine, job: _Job) -> None:
         if machine.known.let_go(job.request_id):
-            self._pools[machine.role].put(machine.load())
+            self._show(machine)
 
     def _tell(self, machine: Machine) -> None:
         now_s, work, before = self.kernel.now_s, machine.work, self._told[machine.key]
@@ -221,7 +264,7 @@ class World:
             num = work.num_mixed_steps - before.num_mixed_steps
             self._mixed_steps.note(work.mixed_s - before.mixed_s, num, now_s)
         self._told[machine.key], self._told_s[machine.key] = replace(work), now_s
-        self._pools[machine.role].put(machine.load())
+        self._show(machine)
 
     # -- prefill
 
@@ -335,9 +378,11 @@ class World:
             if machine is job.prefill:
                 if not job.outcome.num_tokens:  # else it was computed before, and lost its pages
                     job.outcome.token(now_s)
+                    self.figures.gave(job.outcome)
                 self._computed(job)
                 continue
             job.outcome.token(now_s)
+            self.figures.gave(job.outcome)
             if job.outcome.is_over:
                 machine.free(item.sequence)
                 self._end(job)
@@ -377,4 +422,5 @@ class World:
         self._let_go(job.decode, job)
         if job.prefill is not None:
             self._let_go(job.prefill, job)
+        self.figures.ended(job.outcome)
         self.on_end(job.outcome)

@@ -23,6 +23,8 @@ class WorkerCounters:
     num_right_guesses: int = 0
     num_drafts: int = 0  # the same, from a draft model
     num_right_drafts: int = 0
+    num_steps: int = 0  # of the model
+    busy_s: float = 0.0  # that these took
     num_mixed_steps: int = 0  # of decode, in which it computed prompts beside its batch
     mixed_s: float = 0.0  # that these took
     num_chunk_tokens: int = 0  # of prompts that decode computed in chunks of full size

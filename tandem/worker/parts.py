@@ -179,6 +179,9 @@ class WorkerParts:
             mixed_s=counters.mixed_s,
             chunk_tokens=counters.num_chunk_tokens,
             chunk_s=counters.chunk_s,
+            steps=counters.num_steps,
+            busy_s=counters.busy_s,
+            max_num_seqs=self.scheduler.limits.max_num_seqs,
             tiers=tiers_to_proto(self.tiers) if self.tiers is not None else None,
         )
 

@@ -19,6 +19,7 @@ class ScriptedPool:
         self.num_routers = 1
         self.cache_secret = b""
         self.colocated = False
+        self.sizes: list[control_pb2.PoolSize] = []
         self._version = 0
         self._channel = grpc.insecure_channel(control_address)
         self.control = RouterControlStub(self._channel)
@@ -53,6 +54,7 @@ class ScriptedPool:
             ended=self.ended,
             cache_secret=self.cache_secret,
             colocated=self.colocated,
+            pools=self.sizes,
         )
         self.control.SetMembership(membership, timeout=WAIT_S)
 

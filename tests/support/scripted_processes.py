@@ -144,6 +144,8 @@ class World:
         self.router_deaf = False
         self.suspected: list[SuspectedWriter] = []  # by the router
         self.errors = common_pb2.RequestErrors()  # with which the router has answered
+        self.load = control_pb2.RequestLoad()  # that the router has counted
+        self.statuses: dict[str, common_pb2.WorkerStatus] = {}  # that workers tell, by name
         self.heartbeats = asyncio.Event()  # the router has answered one since it was cleared
         self.requests_end = asyncio.Event()  # else they go on for ever
         self.requests_end.set()
@@ -252,11 +254,11 @@ class _Router(control_pb2_grpc.RouterControlServicer):
         if self._world.router_deaf:
             await asyncio.Event().wait()
         self._world.heartbeats.set()
-        return control_pb2.RouterStatusReply(suspected_writers=self._world.suspected, errors=self._world.errors)
+        return control_pb2.RouterStatusReply(
+            suspected_writers=self._world.suspected, errors=self._world.errors, load=self._world.load
+        )
 
-    async def DrainRouter(
-        self, request: control_pb2.DrainRouterRequest, context: Any
-    ) -> control_pb2.DrainRouterReply:
+    async def DrainRouter(self, request: control_pb2.DrainRouterRequest, context: Any) -> control_pb2.DrainRouterReply:
         if request.others_serve:
             self._router.draining = True
             self._router.asked_to_leave.set()
@@ -279,7 +281,7 @@ class _Worker(control_pb2_grpc.WorkerControlServicer):
     async def Status(self, request: Any, context: Any) -> common_pb2.WorkerStatus:
         if self._world.deaf:
             await asyncio.Event().wait()
-        return common_pb2.WorkerStatus(num_running=1)
+        return self._world.statuses.get(self._worker.name) or common_pb2.WorkerStatus(num_running=1)
 
     async def Drain(self, request: Any, context: Any) -> control_pb2.DrainWorkerReply:
         worker = self._worker
@@ -321,11 +323,17 @@ async def processes() -> AsyncIterator[World]:
 
 @asynccontextmanager
 async def running(
-    world: World, prefill: int = 1, decode: int = 1, routers: int = 1
+    world: World,
+    prefill: int = 1,
+    decode: int = 1,
+    routers: int = 1,
+    check_room: Callable[[dict[Role, int]], None] = lambda _: None,
 ) -> AsyncIterator[tuple[Supervisor, asyncio.Task[None]]]:
     """A supervisor, and its run, which is cancelled at the end of the block: what it has started lives on."""
     wanted = {Role.PREFILL: prefill, Role.DECODE: decode, Role.ROUTER: routers}
-    supervisor = Supervisor(world, wanted=wanted, heartbeat_s=0.1, policy=POLICY, cache_secret=CACHE_SECRET)
+    supervisor = Supervisor(
+        world, wanted=wanted, heartbeat_s=0.1, policy=POLICY, check_room=check_room, cache_secret=CACHE_SECRET
+    )
     run = asyncio.create_task(supervisor.run())
     await supervisor.opened.wait()
     try:
@@ -336,9 +344,7 @@ async def running(
 
 
 @asynccontextmanager
-async def supervising(
-    world: World, prefill: int = 1, decode: int = 1, routers: int = 1
-) -> AsyncIterator[Supervisor]:
+async def supervising(world: World, prefill: int = 1, decode: int = 1, routers: int = 1) -> AsyncIterator[Supervisor]:
     """A supervisor that shuts down at the end of the block."""
     async with running(world, prefill, decode, routers) as (supervisor, run):
         yield supervisor

@@ -250,14 +250,14 @@ class Preflight:
         return Finding("context", "ok", f"{context} tokens in pages of {cache.page_size}")
 
     def check_tiers(self) -> Finding:
-        num_workers = sum(pool.workers for pool in self._pools.values())
+        num_workers = sum(pool.most for pool in self._pools.values())
         return check_tiers(self.config.cache, num_workers, self.host, local=self.local)
 
     def check_draft(self) -> Finding:
         return check_draft(self.config, self.facts.directory, on_gpu=bool(self.config.pools.decode.gpus))
 
     def check_gpus(self) -> Finding:
-        wanted = sum(pool.gpus * pool.workers for pool in self._pools.values())
+        wanted = sum(pool.gpus * pool.most for pool in self._pools.values())
         if wanted > self.host.num_gpus:
             raise ConfigError(
                 f"pools.prefill.gpus and pools.decode.gpus ask for {wanted:g} GPUs, this host has "
@@ -273,7 +273,7 @@ class Preflight:
             return Finding("memory", "ok", f"{human_bytes(free)} free; pages live on the GPUs")
         fixed = self.fixed_bytes(self._num_on_cpu)
         if self._time_model is not None:
-            fixed += sum(pool.workers * self._kv_bytes(role) for role, pool in self._pools.items())
+            fixed += sum(pool.most * self._kv_bytes(role) for role, pool in self._pools.items())
         if fixed > free:
             raise ConfigError(
                 f"{workers} workers need {human_bytes(fixed)} for weights and processes, {human_bytes(free)} are free; "
@@ -411,7 +411,7 @@ class Preflight:
 
     @property
     def _num_on_cpu(self) -> dict[Role, int]:
-        return {role: pool.workers for role, pool in self._pools.items() if not pool.gpus}
+        return {role: pool.most for role, pool in self._pools.items() if not pool.gpus}
 
     @property
     def _num_cpu_workers(self) -> int:
@@ -451,7 +451,7 @@ class Preflight:
     def _equal_share(self) -> int:
         if not self.local:
             return 0
-        return max(1, self.host.num_cores // sum(pool.workers for pool in self._pools.values()))
+        return max(1, self.host.num_cores // sum(pool.most for pool in self._pools.values()))
 
 
 def share_of_memory(config: Config, available_bytes: int, fixed_bytes: int, num_workers: int) -> int:

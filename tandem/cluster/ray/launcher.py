@@ -22,6 +22,7 @@ from tandem.cluster.ray.router_nodes import choose_node, nodes_for_routers
 from tandem.cluster.ray.watchers import WATCHER, NodeWatchers
 from tandem.cluster.ray.worker_actor import WorkerActor
 from tandem.cluster.spec import NAMESPACE, ClusterSpec, SupervisorFace
+from tandem.cluster.supervisor.autoscale import Range
 from tandem.cluster.supervisor.events import Build, Drain, Intent, Placement
 from tandem.cluster.supervisor.handles import Found, Memory, ProcessState
 from tandem.cluster.supervisor.nodes import Aim, Node
@@ -257,6 +258,7 @@ def _read_intent(kept: dict[str, Any]) -> Intent:
         build=Build(**kept["build"]),
         build_before=Build(**kept["build_before"]),
         builds={life: Build(**build) for life, build in kept["builds"].items()},
+        ranges={Role(role): Range(**bounds) for role, bounds in kept.get("ranges", {}).items()},
         unproven={incarnation: HostBoot(**boot) for incarnation, boot in kept.get("unproven", {}).items()},
         colocated=kept.get("colocated", False),
     )

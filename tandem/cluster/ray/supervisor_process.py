@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from router.request.targets import Targets
 from tandem.cluster.checks.host import this_host
 from tandem.cluster.checks.preflight import check_room
 from tandem.cluster.ray.launcher import RayLauncher
 from tandem.cluster.spec import ClusterSpec, SupervisorFace
+from tandem.cluster.supervisor.autoscale import Range, Settings
+from tandem.cluster.supervisor.load_follower import Law
 from tandem.cluster.supervisor.service import SupervisorService
 from tandem.cluster.supervisor.slots import Policy
 from tandem.cluster.supervisor.supervisor import Supervisor
@@ -28,19 +31,29 @@ async def serve_supervisor(
 ) -> None:
     """Supervise until a shutdown is complete. Raises `OSError` when the control port is taken."""
     pools, transport = spec.config.pools, spec.config.transport
+    workers = {Role.PREFILL: pools.prefill, Role.DECODE: pools.decode}
     launcher = RayLauncher(spec, key_digests)
 
     def room(added: dict[Role, int]) -> None:
         if spec.local:  # else Ray finds a node with room, or has one added
             check_room(spec.config, this_host(), spec.kv_bytes, added)
 
+    targets = Targets.of(spec.config)
+    ranges = {role: Range(pool.least, pool.most) for role, pool in workers.items() if pool.least < pool.most}
     supervisor = Supervisor(
         launcher,
-        wanted={Role.PREFILL: pools.prefill.workers, Role.DECODE: pools.decode.workers, Role.ROUTER: pools.routers},
+        wanted={**{role: pool.at_first for role, pool in workers.items()}, Role.ROUTER: pools.routers},
         heartbeat_s=transport.lease_s / HEARTBEATS_PER_LEASE,
         policy=Policy(silence_s=transport.lease_s + transport.grace_s, router_silence_s=transport.lease_s),
         check_room=room,
         cache_secret=cache_secret,
+        ranges=ranges,
+        law=Law(
+            Settings(pools.utilisation, pools.shrink_delay_s),
+            ttft_s=targets.ttft_s,
+            tpot_s=targets.tpot_s,
+            page_size=spec.config.cache.page_size,
+        ),
     )
     server = make_server()
     supervisor_pb2_grpc.add_SupervisorControlServicer_to_server(SupervisorService(supervisor, spec), server)

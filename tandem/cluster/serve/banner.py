@@ -26,7 +26,7 @@ def ready_banner(url: str, port: int, plan: Plan, logs: str, *, in_background: b
     key = " -H 'Authorization: Bearer KEY'" if plan.needs_key else ""
     metrics = f"{url}/metrics" if plan.config.metrics.enabled else "off (metrics.enabled)"
     pools, program = plan.config.pools, program_name()
-    scaled = f"--prefill {pools.prefill.workers + 1} --decode {pools.decode.workers}"
+    scaled = f"--prefill {pools.prefill.at_first + 1} --decode {pools.decode.at_first}"
     simulated = ["", "SIMULATED: steps only take time, and the tokens mean nothing (--engine simulated)."]
     return [
         *(simulated if plan.config.model.engine == "simulated" else []),

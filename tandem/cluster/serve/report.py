@@ -190,10 +190,10 @@ def _rate(bytes_per_s: float) -> str:
 
 
 def pools_line(cluster: supervisor_pb2.Cluster) -> str:
-    """`prefill 1/1 ready, decode 1/2 ready`, or `no prefill, decode 2/2 ready` where the cluster is colocated; and
-    `routers 2/3 ready` unless one is there and wanted."""
+    """`prefill 1/1 ready, decode 1/2 ready (1 to 4 by its load)`, or `no prefill, decode 2/2 ready` where the cluster
+    is colocated; and `routers 2/3 ready` unless one is there and wanted."""
     pools = [
-        f"{ROLE_FROM_PROTO[pool.role]} {pool.ready}/{pool.wanted} ready"
+        f"{ROLE_FROM_PROTO[pool.role]} {pool.ready}/{pool.wanted} ready{_range(pool)}"
         if pool.wanted or pool.ready
         else f"no {ROLE_FROM_PROTO[pool.role]}"
         for pool in cluster.pools
@@ -202,6 +202,39 @@ def pools_line(cluster: supervisor_pb2.Cluster) -> str:
         num_ready = sum(router.state == "ready" for router in cluster.routers)
         pools.append(f"routers {num_ready}/{cluster.wanted_routers} ready")
     return ", ".join(pools)
+
+
+def _range(pool: supervisor_pb2.Pool) -> str:
+    return f" ({pool.least} to {pool.most} by its load)" if pool.most else ""
+
+
+def why_lines(cluster: supervisor_pb2.Cluster) -> list[str]:
+    """Of each pool why it has its size, by which figures, and how it came to it; the newest first."""
+    lines = []
+    for pool in cluster.pools:
+        name = ROLE_FROM_PROTO[pool.role]
+        if not pool.most:
+            lines.append(f"{name}: {pool.wanted}, fixed; `tandem scale --{name} MIN:MAX` lets it follow its load")
+            continue
+        lines.append(f"{name}: {pool.wanted} of {pool.least} to {pool.most}")
+        if not pool.HasField("latest"):
+            lines.append("  no decision yet")
+            continue
+        lines += _decision_lines(pool.latest)
+        lines += [line for decision in reversed(pool.changes) for line in _decision_lines(decision, brief=True)]
+    return lines
+
+
+def _decision_lines(decision: supervisor_pb2.Decision, *, brief: bool = False) -> list[str]:
+    """When, what and why; unless it is to be `brief`, also from what."""
+    is_change = decision.before != decision.wanted
+    size = f"{decision.before} → {decision.wanted}" if is_change else f"stays {decision.wanted}"
+    refused = f"; {decision.refused}" if decision.refused else ""
+    line = f"  {decision.age_s:6.0f} s ago  {size}: {decision.why}{refused}"
+    if brief:
+        return [line]
+    figures = ", ".join(f"{name.replace('_', ' ')} {value:,.4g}" for name, value in sorted(decision.inputs.items()))
+    return [line, f"{'':15}{figures}"]
 
 
 def _worker_line(worker: supervisor_pb2.ClusterWorker) -> str:

@@ -33,7 +33,8 @@ from tandem.cluster.serve.supervisor_watchdog import end_silent_supervisor, watc
 from tandem.cluster.spec import SUPERVISOR_NAME, ClusterSpec, SupervisorFace
 from tandem.cluster.statefile import Claim, Stage
 from tandem.core.addresses import join_address
-from tandem.core.config import Config
+from tandem.core.arguments import PoolSizes
+from tandem.core.config import Config, PoolConfig
 from tandem.core.errors import ConfigError, ForbiddenError, InternalError, TandemError, WorkerLostError
 from tandem.core.identity import Role
 from tandem.core.version import version
@@ -387,10 +388,15 @@ class Serving:
         if draft := plan.config.speculation.draft_model:
             self._reporter.line(f"  draft       {draft}, at each decode worker")
         self._reporter.line(
-            f"  pools       {pools.prefill.workers or 'no'} prefill, {pools.decode.workers} decode"
+            f"  pools       {_sizes(pools.prefill)} prefill, {_sizes(pools.decode)} decode"
             + (f", {pools.routers} routers; " if pools.routers > 1 else "; ")
             + (f"{human_bytes(share)} of KV pages each" if share else "each node decides on KV memory")
         )
+
+
+def _sizes(pool: PoolConfig) -> str:
+    """Workers of a pool, as `--prefill` takes them."""
+    return str(PoolSizes(pool.least, pool.most))
 
 
 def _free_port() -> int:

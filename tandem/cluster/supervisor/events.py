@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tandem.cluster.supervisor.autoscale import Range
 from tandem.cluster.supervisor.nodes import Node
 from tandem.core.identity import Role
 from tandem.core.machine import HostBoot
@@ -55,6 +56,7 @@ class Intent:
     builds: dict[str, Build] = field(default_factory=dict)  # of incarnations that do not run what is installed
     unproven: dict[str, HostBoot] = field(default_factory=dict)  # incarnations of workers whose end nobody saw: where
     colocated: bool = False  # as of `PoolState.colocated`
+    ranges: dict[Role, Range] = field(default_factory=dict)  # of pools that follow their load
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,24 @@ class Member:
     state: str
     node: str
     pid: int
+
+
+@dataclass(frozen=True)
+class PoolSize:
+    """Of a pool of workers, as routers are told it; `least` and `most` are equal where the size is fixed.
+
+    Attributes:
+        num_grown, num_shrunk: times that its load has changed it.
+        num_refused: times that it was to grow and could not.
+    """
+
+    role: Role
+    wanted: int
+    least: int
+    most: int
+    num_grown: int = 0
+    num_shrunk: int = 0
+    num_refused: int = 0
 
 
 @dataclass(frozen=True)
@@ -109,8 +129,27 @@ class ClusterOpened:
 
 @dataclass(frozen=True)
 class WantedChanged:
+    """Somebody has ordered the size of a pool; with `most` it follows its load from `workers` on."""
+
     role: Role
     workers: int
+    most: int | None = None
+
+
+@dataclass(frozen=True)
+class LoadFollowed:
+    """The load of a pool that follows it asks for this size."""
+
+    role: Role
+    workers: int
+
+
+@dataclass(frozen=True)
+class GrowthRefused:
+    """A pool was to grow with its load, and there is no room for it."""
+
+    role: Role
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -253,6 +292,8 @@ Event = (
     Adopted
     | ClusterOpened
     | WantedChanged
+    | LoadFollowed
+    | GrowthRefused
     | BuildChanged
     | DrainOrdered
     | Placed
@@ -319,6 +360,7 @@ class PublishMembership(OfProcess):
     router_number: int  # which of them this one is, from 0
     ended: tuple[str, ...] = ()  # incarnations of workers that have provably ended, the newest last
     colocated: bool = False  # as of `PoolState.colocated`
+    pools: tuple[PoolSize, ...] = ()  # of workers
 
 
 Instruction = StartProcess | StopProcess | KillProcess | DrainProcess | NoteEnded | PublishMembership

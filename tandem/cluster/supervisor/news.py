@@ -43,6 +43,7 @@ def membership_for(
     serving: Sequence[str],
     ended: tuple[str, ...],
     colocated: bool,
+    pools: tuple[ev.PoolSize, ...],
 ) -> list[ev.Instruction]:
     """The membership for each of these routers, with its number among those that serve; `serving`: their names."""
     num = max(1, len(serving))
@@ -57,6 +58,7 @@ def membership_for(
             numbers.get(router.name, router.index % num),
             ended,
             colocated,
+            pools,
         )
         for router in routers
     ]

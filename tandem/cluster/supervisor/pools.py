@@ -17,16 +17,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from tandem.cluster.supervisor import events as ev
 from tandem.cluster.supervisor.news import Ends, membership_for, remind
 from tandem.cluster.supervisor.nodes import Aim, NodeBook
 from tandem.cluster.supervisor.placing import best_aim, to_move
+from tandem.cluster.supervisor.sizes import Sizes
 from tandem.cluster.supervisor.slot_table import SlotTable
 from tandem.cluster.supervisor.slots import Phase, Policy, Slot, hurry, place_of
 from tandem.cluster.supervisor.surplus import least_needed
 from tandem.cluster.supervisor.upgrade import Upgrade
 from tandem.core.identity import WORKER_ROLES, Role
+
+# Workers, routers, ends and sizes.
+_Published: TypeAlias = tuple[
+    tuple[ev.Member, ...], tuple[str, ...], tuple[str, ...], bool, tuple[ev.PoolSize, ...]
+]
+"""Workers, routers, ends, whether the cluster is colocated, and sizes."""
 
 
 @dataclass
@@ -36,7 +44,7 @@ class PoolState:
     policy: Policy
     new_incarnation: Callable[[], str]  # a name never used before in this Ray cluster
     version: int = 0  # of the membership; starts above every version of an earlier supervisor
-    wanted: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 0))
+    sizes: Sizes = field(default_factory=Sizes)
     slots: SlotTable = field(init=False)  # of all pools, by name
     upgrade: Upgrade = field(default_factory=Upgrade)
     book: NodeBook = field(default_factory=NodeBook)  # the nodes on which workers run
@@ -45,8 +53,7 @@ class PoolState:
     # Decode workers compute all prompts: no prefill workers are wanted, or none of those that are has been ready since.
     colocated: bool = False
     stopping: bool = False  # everything is being stopped, and nothing that ends is started again
-    # Workers, routers, ends, and whether the cluster is colocated.
-    _published: tuple[tuple[ev.Member, ...], tuple[str, ...], tuple[str, ...], bool] = ((), (), (), False)
+    _published: _Published = ((), (), (), False, ())
 
     def __post_init__(self) -> None:
         self.slots = SlotTable(self.policy)
@@ -63,7 +70,7 @@ class PoolState:
         serving = tuple(router.name for router in routers if router.phase is Phase.READY)
         shares = serving or self._published[1]  # while none serves, nobody's share has changed
         self._look_at_prefill()
-        published = self.slots.members, shares, self.ends.newest, self.colocated
+        published = self.slots.members, shares, self.ends.newest, self.colocated, self.sizes.told
         if published != self._published:
             self._published, self.version = published, self.version + 1
         elif isinstance(event, ev.Started):
@@ -83,6 +90,10 @@ class PoolState:
         return self.slots.first_time()
 
     @property
+    def wanted(self) -> dict[Role, int]:
+        return self.sizes.wanted
+
+    @property
     def workers(self) -> Mapping[str, Slot]:
         return self.slots.workers
 
@@ -94,7 +105,8 @@ class PoolState:
     def shown(self) -> object:
         """Changes whenever something does that people can see, without loads and the errors of requests."""
         upgrade = self.upgrade.wanted, self.upgrade.note
-        return self.slots.revision, tuple(self.wanted.items()), upgrade, self.closing, self.stopping
+        sizes = tuple(self.wanted.items()), tuple(self.sizes.ranges.items())
+        return self.slots.revision, sizes, upgrade, self.closing, self.stopping
 
     @property
     def intent(self) -> ev.Intent:
@@ -109,6 +121,7 @@ class PoolState:
             builds=self.slots.builds,
             unproven=dict(self.book.unproven),
             colocated=self.colocated,
+            ranges=dict(self.sizes.ranges),
         )
 
     @property
@@ -136,8 +149,8 @@ class PoolState:
                 return self._adopt(event, now)
             case ev.ClusterOpened():
                 return self._open(event.intent, now)
-            case ev.WantedChanged():
-                self.wanted[event.role] = event.workers
+            case ev.WantedChanged() | ev.LoadFollowed() | ev.GrowthRefused():
+                self.sizes.take(event)
                 return self._reconcile(event.role, now)
             case ev.BuildChanged():
                 self.upgrade.change(event.build)
@@ -166,8 +179,8 @@ class PoolState:
     # --- sizes ---------------------------------------------------------------------------------------------------
 
     def _open(self, intent: ev.Intent, now: float) -> list[ev.Instruction]:
-        self.wanted, self.closing_s = dict(intent.wanted), intent.closing_s
-        self.colocated = intent.colocated
+        self.closing_s, self.colocated = intent.closing_s, intent.colocated
+        self.sizes.open(intent)
         self.upgrade.wanted, self.upgrade.before = intent.build, intent.build_before
         for slot in self.slots.values():
             slot.build = intent.builds.get(slot.incarnation, ev.INSTALLED)

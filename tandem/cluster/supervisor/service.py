@@ -13,11 +13,11 @@ import grpc
 from tandem.cluster.spec import ClusterSpec
 from tandem.cluster.supervisor.events import Build
 from tandem.cluster.supervisor.supervisor import Supervisor
-from tandem.cluster.supervisor.wire import RouterReport, fill_cluster
+from tandem.cluster.supervisor.wire import RouterReport, fill_cluster, fill_decisions
 from tandem.cluster.waits import check_wait
 from tandem.cluster.wheel import check_upgrade, read_wheel
 from tandem.core.errors import ConfigError, IncompatibleError
-from tandem.core.identity import Role
+from tandem.core.identity import WORKER_ROLES, Role
 from tandem.core.pooling import read_pooling
 from tandem.core.version import version
 from tandem.rpc.v1 import common_pb2, supervisor_pb2, supervisor_pb2_grpc
@@ -43,11 +43,13 @@ class SupervisorService(supervisor_pb2_grpc.SupervisorControlServicer):
 
     async def Scale(self, request: supervisor_pb2.ScaleRequest, _context: Any) -> supervisor_pb2.ScaleReply:
         await self._supervisor.opened.wait()
-        wanted = {Role(field.name): workers for field, workers in request.ListFields()}
+        sizes = {field.name: workers for field, workers in request.ListFields()}
+        wanted = {role: sizes[role] for role in Role if role in sizes}
+        most = {role: sizes[f"{role}_most"] for role in WORKER_ROLES if f"{role}_most" in sizes}
         try:
             if wanted.get(Role.PREFILL) == 0:
                 await asyncio.to_thread(_check_generates, self._spec)
-            await self._supervisor.scale(wanted)
+            await self._supervisor.scale(wanted, most)
         except ConfigError as error:
             return supervisor_pb2.ScaleReply(error=_error(error), cluster=self._cluster())
         return supervisor_pb2.ScaleReply(cluster=self._cluster())
@@ -96,6 +98,7 @@ class SupervisorService(supervisor_pb2_grpc.SupervisorControlServicer):
             router.name: RouterReport(router.num_under_way, router.errors) for router in supervisor.routers.values()
         }
         fill_cluster(message, supervisor.cluster, supervisor.loads, told, supervisor.now)
+        fill_decisions(message, supervisor.follower.pools, supervisor.now)
         return message
 
 

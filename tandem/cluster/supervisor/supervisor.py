@@ -10,14 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
 from tandem.cluster.supervisor import events as ev
+from tandem.cluster.supervisor.autoscale import Range
 from tandem.cluster.supervisor.clock_jump import ClockJump
 from tandem.cluster.supervisor.event_log import log_event, log_instruction
 from tandem.cluster.supervisor.handles import Launcher, Memory, ProcessHandle
+from tandem.cluster.supervisor.load_follower import Law, LoadFollower
 from tandem.cluster.supervisor.node_survey import NodeSurvey
 from tandem.cluster.supervisor.nodes import Aim
 from tandem.cluster.supervisor.pools import PoolState
@@ -50,19 +52,24 @@ class Supervisor:
         policy: Policy,
         check_room: Callable[[dict[Role, int]], None] = lambda _added: None,
         cache_secret: bytes = b"",
+        ranges: Mapping[Role, Range] | None = None,
+        law: Law | None = None,
     ) -> None:
-        """`wanted` counts until something else is remembered. `check_room` raises when more workers do not fit.
-        `cache_secret` is told to routers alone."""
+        """`wanted`, and the `ranges` of pools that follow their load by `law`, count until others are remembered.
+        `check_room` raises when more workers do not fit. `cache_secret` is told to routers alone."""
         self.cluster = PoolState(policy=policy, new_incarnation=lambda: uuid.uuid4().hex[:12])
         self.opened = asyncio.Event()  # what an earlier supervisor left is adopted; before, `cluster` means nothing
         self._launcher = launcher
-        self._first_wanted = wanted
+        self._first = ev.Intent(wanted, ranges=dict(ranges or {}))
         self._check_room = check_room
         self._cache_secret = cache_secret
         self._heartbeat_s = heartbeat_s
-        self._nodes = NodeSurvey(self.cluster, launcher, self._feed, heartbeat_s)
         # By name and incarnation: all and only those whose process has been asked for.
         self._processes: dict[tuple[str, str], FollowedWorker | FollowedRouter] = {}
+        self.follower = LoadFollower(
+            self.cluster, law or Law(), self._processes.values(), self._feed, check_room, self._note_change
+        )
+        self._nodes = NodeSurvey(self.cluster, launcher, self._feed, heartbeat_s)
         self._tasks: asyncio.TaskGroup
         self._loop: asyncio.AbstractEventLoop
         self._timer: asyncio.TimerHandle | None = None
@@ -108,8 +115,11 @@ class Supervisor:
         """Each router that lives, by name, with what it has told of its requests."""
         return {p.name: p for p in self._processes.values() if isinstance(p, FollowedRouter)}
 
-    async def scale(self, wanted: dict[Role, int]) -> None:
+    async def scale(self, wanted: dict[Role, int], most: Mapping[Role, int] | None = None) -> None:
         """Change the wanted sizes of the pools named; takes effect at once, ends later.
+
+        Args:
+            most: of pools that are to follow their load, from `wanted` on; the others get a fixed size.
 
         Raises:
             ConfigError: a size that cannot be.
@@ -124,11 +134,18 @@ class Supervisor:
                 )
             if workers > MAX_POOL:
                 raise ConfigError(f"{option} is {workers}, must be at most {MAX_POOL}", key=str(role))
-        added = {role: workers - self.cluster.wanted[role] for role, workers in wanted.items()}
+            if not workers <= (most or {}).get(role, workers) <= MAX_POOL:
+                raise ConfigError(
+                    f"{option} {workers}:{(most or {})[role]} is no range of sizes; the second must be at least the "
+                    f"first, and at most {MAX_POOL}",
+                    key=str(role),
+                )
+        largest = {**wanted, **(most or {})}
+        added = {role: workers - self.cluster.wanted[role] for role, workers in largest.items()}
         if more := {role: count for role, count in added.items() if count > 0}:
             await asyncio.to_thread(self._check_room, more)
         for role, workers in wanted.items():
-            self._feed(ev.WantedChanged(role, workers))
+            self._feed(ev.WantedChanged(role, workers, (most or {}).get(role)))
         await self._remember()
 
     async def drain(self, worker_id: str, *, replace_first: bool, timeout_s: float) -> None:
@@ -236,6 +253,7 @@ class Supervisor:
         async with asyncio.TaskGroup() as self._tasks:
             pulse = self._tasks.create_task(self._pulse())
             survey = self._tasks.create_task(self._nodes.run())
+            following = self._tasks.create_task(self.follower.run(self.opened, self._heartbeat_s))
             memory = await asyncio.to_thread(self._launcher.begin_term)
             self.cluster.version = memory.term << 32
             await self._adopt(memory)
@@ -244,6 +262,7 @@ class Supervisor:
             await self._closed.wait()
             pulse.cancel()
             survey.cancel()
+            following.cancel()
 
     def _feed(self, event: ev.Event) -> None:
         log_event(event)
@@ -328,7 +347,7 @@ class Supervisor:
             if handle.role is Role.ROUTER:
                 self._take(handle)
                 self._feed(ev.Adopted(handle.name, handle.incarnation))
-        self._feed(ev.ClusterOpened(memory.intent or ev.Intent(self._first_wanted)))
+        self._feed(ev.ClusterOpened(memory.intent or self._first))
         await self._remember()
         self.opened.set()
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tandem.cluster.supervisor.autoscale import Decision, Followed
 from tandem.cluster.supervisor.events import Build, Ending, PublishMembership
 from tandem.cluster.supervisor.events import Member as MemberState
 from tandem.cluster.supervisor.pools import PoolState
 from tandem.cluster.supervisor.slots import Phase, Slot
 from tandem.core.identity import WORKER_ROLES, Role
 from tandem.core.version import version
-from tandem.rpc.convert import ROLE_TO_PROTO
+from tandem.rpc.convert import ROLE_FROM_PROTO, ROLE_TO_PROTO
 from tandem.rpc.v1 import common_pb2, control_pb2, supervisor_pb2
 
 
@@ -24,6 +25,18 @@ def membership(instruction: PublishMembership, cache_secret: bytes) -> control_p
         ended=instruction.ended,
         cache_secret=cache_secret,
         colocated=instruction.colocated,
+        pools=[
+            control_pb2.PoolSize(
+                role=ROLE_TO_PROTO[pool.role],
+                wanted=pool.wanted,
+                least=pool.least,
+                most=pool.most,
+                num_grown=pool.num_grown,
+                num_shrunk=pool.num_shrunk,
+                num_refused=pool.num_refused,
+            )
+            for pool in instruction.pools
+        ],
     )
 
 
@@ -53,6 +66,8 @@ def fill_cluster(
     for role in WORKER_ROLES:
         ready = sum(slot.role is role and slot.phase is Phase.READY for slot in cluster.workers.values())
         message.pools.append(supervisor_pb2.Pool(role=ROLE_TO_PROTO[role], wanted=cluster.wanted[role], ready=ready))
+        if (bounds := cluster.sizes.ranges.get(role)) is not None:
+            message.pools[-1].least, message.pools[-1].most = bounds.least, bounds.most
     for slot in sorted(cluster.workers.values(), key=lambda slot: (slot.role != Role.PREFILL, slot.index)):
         message.workers.append(_worker(slot, loads.get(slot.name), now))
     for slot in sorted(cluster.routers.values(), key=lambda slot: slot.index):
@@ -63,6 +78,26 @@ def fill_cluster(
     message.build_note = cluster.upgrade.note
     if message.routers:
         message.router.CopyFrom(message.routers[0])
+
+
+def fill_decisions(message: supervisor_pb2.Cluster, followed: Mapping[Role, Followed], now: float) -> None:
+    """Lay over a message that `fill_cluster` has filled why pools that follow their load have their sizes."""
+    for pool in message.pools:
+        if (told := followed.get(ROLE_FROM_PROTO[pool.role])) is None or told.latest is None:
+            continue
+        pool.latest.CopyFrom(_decision(told.latest, now))
+        pool.changes.extend(_decision(decision, now) for decision in told.changes)
+
+
+def _decision(decision: Decision, now: float) -> supervisor_pb2.Decision:
+    return supervisor_pb2.Decision(
+        age_s=now - decision.at_s,
+        before=decision.before,
+        wanted=decision.wanted,
+        why=decision.why,
+        refused=decision.refused,
+        inputs=decision.inputs,
+    )
 
 
 def _router(slot: Slot, report: RouterReport, now: float, *, closing: bool) -> supervisor_pb2.ClusterRouter:

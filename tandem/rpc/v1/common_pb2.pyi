@@ -388,6 +388,9 @@ class WorkerStatus(_message.Message):
     TIERS_FIELD_NUMBER: _builtins.int
     MIXED_STEPS_FIELD_NUMBER: _builtins.int
     MIXED_S_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    BUSY_S_FIELD_NUMBER: _builtins.int
+    MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     GUESSES_FIELD_NUMBER: _builtins.int
     RIGHT_GUESSES_FIELD_NUMBER: _builtins.int
     DRAFTS_FIELD_NUMBER: _builtins.int
@@ -424,6 +427,12 @@ class WorkerStatus(_message.Message):
     """since start: of a decode worker, in which it computed prompts beside its batch"""
     mixed_s: _builtins.float
     """since start: what these took"""
+    steps: _builtins.int
+    """since start: of the model"""
+    busy_s: _builtins.float
+    """since start: what these took"""
+    max_num_seqs: _builtins.int
+    """sequences in its batch at most"""
     guesses: _builtins.int
     """since start: tokens from lookup that decode computed in case they come next"""
     right_guesses: _builtins.int
@@ -471,6 +480,9 @@ class WorkerStatus(_message.Message):
         tiers: Global___TierReport | None = ...,
         mixed_steps: _builtins.int = ...,
         mixed_s: _builtins.float = ...,
+        steps: _builtins.int = ...,
+        busy_s: _builtins.float = ...,
+        max_num_seqs: _builtins.int = ...,
         guesses: _builtins.int = ...,
         right_guesses: _builtins.int = ...,
         drafts: _builtins.int = ...,
@@ -481,7 +493,7 @@ class WorkerStatus(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["links", b"links", "pages", b"pages", "tiers", b"tiers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_s", b"chunk_s", "chunk_tokens", b"chunk_tokens", "decode_tokens", b"decode_tokens", "drafts", b"drafts", "draining", b"draining", "guesses", b"guesses", "links", b"links", "mask_s", b"mask_s", "masks", b"masks", "mixed_s", b"mixed_s", "mixed_steps", b"mixed_steps", "num_incoming", b"num_incoming", "num_queued", b"num_queued", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "page_network", b"page_network", "pages", b"pages", "preemptions", b"preemptions", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_computed", b"prompt_tokens_computed", "refused", b"refused", "right_drafts", b"right_drafts", "right_guesses", b"right_guesses", "tiers", b"tiers", "transfer_bytes", b"transfer_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "chunk_s", b"chunk_s", "chunk_tokens", b"chunk_tokens", "decode_tokens", b"decode_tokens", "drafts", b"drafts", "draining", b"draining", "guesses", b"guesses", "links", b"links", "mask_s", b"mask_s", "masks", b"masks", "max_num_seqs", b"max_num_seqs", "mixed_s", b"mixed_s", "mixed_steps", b"mixed_steps", "num_incoming", b"num_incoming", "num_queued", b"num_queued", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "page_network", b"page_network", "pages", b"pages", "preemptions", b"preemptions", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_computed", b"prompt_tokens_computed", "refused", b"refused", "right_drafts", b"right_drafts", "right_guesses", b"right_guesses", "steps", b"steps", "tiers", b"tiers", "transfer_bytes", b"transfer_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -69,6 +69,7 @@ class Membership(_message.Message):
     ENDED_FIELD_NUMBER: _builtins.int
     CACHE_SECRET_FIELD_NUMBER: _builtins.int
     COLOCATED_FIELD_NUMBER: _builtins.int
+    POOLS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """grows with every change; an older one is ignored"""
     num_routers: _builtins.int
@@ -89,6 +90,10 @@ class Membership(_message.Message):
         have a successor or be gone without: then nobody has seen its end.
         """
 
+    @_builtins.property
+    def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolSize]:
+        """of workers; for metrics"""
+
     def __init__(
         self,
         *,
@@ -99,16 +104,59 @@ class Membership(_message.Message):
         ended: _abc.Iterable[_builtins.str] | None = ...,
         cache_secret: _builtins.bytes = ...,
         colocated: _builtins.bool = ...,
+        pools: _abc.Iterable[Global___PoolSize] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_router_number", b"_router_number", "router_number", b"router_number"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_router_number", b"_router_number", "cache_secret", b"cache_secret", "colocated", b"colocated", "ended", b"ended", "members", b"members", "num_routers", b"num_routers", "router_number", b"router_number", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_router_number", b"_router_number", "cache_secret", b"cache_secret", "colocated", b"colocated", "ended", b"ended", "members", b"members", "num_routers", b"num_routers", "pools", b"pools", "router_number", b"router_number", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__router_number: _TypeAlias = _typing.Literal["router_number"]  # noqa: Y015
     _WhichOneofArgType__router_number: _TypeAlias = _typing.Literal["_router_number", b"_router_number"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__router_number) -> _WhichOneofReturnType__router_number | None: ...
 
 Global___Membership: _TypeAlias = Membership  # noqa: Y015
+
+@_typing.final
+class PoolSize(_message.Message):
+    """The size of a pool of workers, and what became of it since the supervisor's start."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    WANTED_FIELD_NUMBER: _builtins.int
+    LEAST_FIELD_NUMBER: _builtins.int
+    MOST_FIELD_NUMBER: _builtins.int
+    NUM_GROWN_FIELD_NUMBER: _builtins.int
+    NUM_SHRUNK_FIELD_NUMBER: _builtins.int
+    NUM_REFUSED_FIELD_NUMBER: _builtins.int
+    role: _common_pb2.Role.ValueType
+    wanted: _builtins.int
+    least: _builtins.int
+    """`least` and `most` are equal where the size is fixed"""
+    most: _builtins.int
+    num_grown: _builtins.int
+    """times that its load made it larger"""
+    num_shrunk: _builtins.int
+    num_refused: _builtins.int
+    """times that it was to grow and could not: the host has no memory"""
+    def __init__(
+        self,
+        *,
+        role: _common_pb2.Role.ValueType = ...,
+        wanted: _builtins.int = ...,
+        least: _builtins.int = ...,
+        most: _builtins.int = ...,
+        num_grown: _builtins.int = ...,
+        num_shrunk: _builtins.int = ...,
+        num_refused: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["least", b"least", "most", b"most", "num_grown", b"num_grown", "num_refused", b"num_refused", "num_shrunk", b"num_shrunk", "role", b"role", "wanted", b"wanted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolSize: _TypeAlias = PoolSize  # noqa: Y015
 
 @_typing.final
 class MembershipReply(_message.Message):
@@ -310,6 +358,7 @@ class RouterStatusReply(_message.Message):
     NUM_WAITING_FIELD_NUMBER: _builtins.int
     SUSPECTED_WRITERS_FIELD_NUMBER: _builtins.int
     ERRORS_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
     num_under_way: _builtins.int
     """HTTP exchanges"""
     num_waiting: _builtins.int
@@ -322,6 +371,10 @@ class RouterStatusReply(_message.Message):
 
     @_builtins.property
     def errors(self) -> _common_pb2.RequestErrors: ...
+    @_builtins.property
+    def load(self) -> Global___RequestLoad:
+        """what pools that follow their load are sized by"""
+
     def __init__(
         self,
         *,
@@ -329,14 +382,76 @@ class RouterStatusReply(_message.Message):
         num_waiting: _builtins.int = ...,
         suspected_writers: _abc.Iterable[Global___SuspectedWriter] | None = ...,
         errors: _common_pb2.RequestErrors | None = ...,
+        load: Global___RequestLoad | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["errors", b"errors"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["errors", b"errors", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["errors", b"errors", "num_under_way", b"num_under_way", "num_waiting", b"num_waiting", "suspected_writers", b"suspected_writers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["errors", b"errors", "load", b"load", "num_under_way", b"num_under_way", "num_waiting", b"num_waiting", "suspected_writers", b"suspected_writers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RouterStatusReply: _TypeAlias = RouterStatusReply  # noqa: Y015
+
+@_typing.final
+class RequestLoad(_message.Message):
+    """What clients ask of the pools, without requests of batches: counts since the router's start, and what waits now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_REQUESTS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_ENDED_FIELD_NUMBER: _builtins.int
+    ENDED_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_FIRST_FIELD_NUMBER: _builtins.int
+    NUM_FIRST_LATE_FIELD_NUMBER: _builtins.int
+    NUM_TIMED_FIELD_NUMBER: _builtins.int
+    NUM_TIMED_LATE_FIELD_NUMBER: _builtins.int
+    WAITING_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_HELD_FOR_DECODE_FIELD_NUMBER: _builtins.int
+    num_requests: _builtins.int
+    prompt_tokens: _builtins.float
+    """of these requests, without those that are found in caches, as far as can be told"""
+    num_ended: _builtins.int
+    """requests that ended with all their tokens"""
+    ended_tokens: _builtins.int
+    """of output, of these"""
+    output_tokens: _builtins.int
+    """that were given out"""
+    num_first: _builtins.int
+    """requests that got their first token"""
+    num_first_late: _builtins.int
+    """of these, after their target for TTFT"""
+    num_timed: _builtins.int
+    """requests that ended with several tokens"""
+    num_timed_late: _builtins.int
+    """of these, slower than their target for TPOT"""
+    waiting_tokens: _builtins.float
+    """of prompts, to compute, that wait in the router for prefill"""
+    num_held_for_decode: _builtins.int
+    """requests that wait in the router for places or pages at decode"""
+    def __init__(
+        self,
+        *,
+        num_requests: _builtins.int = ...,
+        prompt_tokens: _builtins.float = ...,
+        num_ended: _builtins.int = ...,
+        ended_tokens: _builtins.int = ...,
+        output_tokens: _builtins.int = ...,
+        num_first: _builtins.int = ...,
+        num_first_late: _builtins.int = ...,
+        num_timed: _builtins.int = ...,
+        num_timed_late: _builtins.int = ...,
+        waiting_tokens: _builtins.float = ...,
+        num_held_for_decode: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_tokens", b"ended_tokens", "num_ended", b"num_ended", "num_first", b"num_first", "num_first_late", b"num_first_late", "num_held_for_decode", b"num_held_for_decode", "num_requests", b"num_requests", "num_timed", b"num_timed", "num_timed_late", b"num_timed_late", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestLoad: _TypeAlias = RequestLoad  # noqa: Y015
 
 @_typing.final
 class SuspectedWriter(_message.Message):

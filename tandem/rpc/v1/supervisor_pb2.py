@@ -26,43 +26,49 @@ from tandem.rpc.v1 import common_pb2 as tandem_dot_v1_dot_common__pb2
 from tandem.rpc.v1 import control_pb2 as tandem_dot_v1_dot_control__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atandem/v1/supervisor.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\x1a\x17tandem/v1/control.proto\"\x13\n\x11GetClusterRequest\"\x15\n\x13WatchClusterRequest\"(\n\x05\x42uild\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"D\n\x04Pool\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.tandem.v1.Role\x12\x0e\n\x06wanted\x18\x02 \x01(\r\x12\r\n\x05ready\x18\x03 \x01(\r\"\xe7\x01\n\rClusterWorker\x12!\n\x06member\x18\x01 \x01(\x0b\x32\x11.tandem.v1.Member\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\x10\n\x08\x66\x61ilures\x18\x03 \x01(\r\x12\x12\n\nretry_in_s\x18\x04 \x01(\x01\x12%\n\x04load\x18\x05 \x01(\x0b\x32\x17.tandem.v1.WorkerStatus\x12$\n\nlast_error\x18\x06 \x01(\x0b\x32\x10.tandem.v1.Error\x12\x0f\n\x07leaving\x18\x07 \x01(\x08\x12\x1f\n\x05\x62uild\x18\x08 \x01(\x0b\x32\x10.tandem.v1.Build\"\xd1\x02\n\rClusterRouter\x12\r\n\x05state\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\x17\n\x0f\x63ontrol_address\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12$\n\nlast_error\x18\x06 \x01(\x0b\x32\x10.tandem.v1.Error\x12\x10\n\x08\x66\x61ilures\x18\x07 \x01(\r\x12\x15\n\rnum_under_way\x18\x08 \x01(\r\x12(\n\x06\x65rrors\x18\t \x01(\x0b\x32\x18.tandem.v1.RequestErrors\x12\x0c\n\x04name\x18\n \x01(\t\x12\x0c\n\x04node\x18\x0b \x01(\t\x12\x0b\n\x03pid\x18\x0c \x01(\r\x12\x0f\n\x07leaving\x18\r \x01(\x08\x12\x12\n\nretry_in_s\x18\x0e \x01(\x01\x12\x1f\n\x05\x62uild\x18\x0f \x01(\x0b\x32\x10.tandem.v1.Build\"\x8e\x03\n\x07\x43luster\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1a\n\x12membership_version\x18\x03 \x01(\x04\x12\x1e\n\x05pools\x18\x04 \x03(\x0b\x32\x0f.tandem.v1.Pool\x12)\n\x07workers\x18\x05 \x03(\x0b\x32\x18.tandem.v1.ClusterWorker\x12(\n\x06router\x18\x06 \x01(\x0b\x32\x18.tandem.v1.ClusterRouter\x12\x0f\n\x07settled\x18\x07 \x01(\x08\x12\x10\n\x08stopping\x18\x08 \x01(\x08\x12\x15\n\rlog_directory\x18\t \x01(\t\x12\x13\n\x0bray_address\x18\n \x01(\t\x12\x0b\n\x03pid\x18\x0b \x01(\r\x12)\n\x07routers\x18\x0c \x03(\x0b\x32\x18.tandem.v1.ClusterRouter\x12\x16\n\x0ewanted_routers\x18\r \x01(\r\x12\x1f\n\x05\x62uild\x18\x0e \x01(\x0b\x32\x10.tandem.v1.Build\x12\x12\n\nbuild_note\x18\x0f \x01(\t\"p\n\x0cScaleRequest\x12\x14\n\x07prefill\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06\x64\x65\x63ode\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x13\n\x06router\x18\x03 \x01(\rH\x02\x88\x01\x01\x42\n\n\x08_prefillB\t\n\x07_decodeB\t\n\x07_router\"R\n\nScaleReply\x12\x1f\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x10.tandem.v1.Error\x12#\n\x07\x63luster\x18\x02 \x01(\x0b\x32\x12.tandem.v1.Cluster\"K\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x15\n\rreplace_first\x18\x02 \x01(\x08\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\"R\n\nDrainReply\x12\x1f\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x10.tandem.v1.Error\x12#\n\x07\x63luster\x18\x02 \x01(\x0b\x32\x12.tandem.v1.Cluster\"\x1f\n\x0eUpgradeRequest\x12\r\n\x05wheel\x18\x01 \x01(\x0c\"T\n\x0cUpgradeReply\x12\x1f\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x10.tandem.v1.Error\x12#\n\x07\x63luster\x18\x02 \x01(\x0b\x32\x12.tandem.v1.Cluster\"\"\n\x0fShutdownRequest\x12\x0f\n\x07grace_s\x18\x01 \x01(\x01\"\x0f\n\rShutdownReply2\x8c\x03\n\x11SupervisorControl\x12>\n\nGetCluster\x12\x1c.tandem.v1.GetClusterRequest\x1a\x12.tandem.v1.Cluster\x12\x44\n\x0cWatchCluster\x12\x1e.tandem.v1.WatchClusterRequest\x1a\x12.tandem.v1.Cluster0\x01\x12\x37\n\x05Scale\x12\x17.tandem.v1.ScaleRequest\x1a\x15.tandem.v1.ScaleReply\x12\x37\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x15.tandem.v1.DrainReply\x12=\n\x07Upgrade\x12\x19.tandem.v1.UpgradeRequest\x1a\x17.tandem.v1.UpgradeReply\x12@\n\x08Shutdown\x12\x1a.tandem.v1.ShutdownRequest\x1a\x18.tandem.v1.ShutdownReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atandem/v1/supervisor.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\x1a\x17tandem/v1/control.proto\"\x13\n\x11GetClusterRequest\"\x15\n\x13WatchClusterRequest\"(\n\x05\x42uild\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"\xac\x01\n\x04Pool\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.tandem.v1.Role\x12\x0e\n\x06wanted\x18\x02 \x01(\r\x12\r\n\x05ready\x18\x03 \x01(\r\x12\r\n\x05least\x18\x04 \x01(\r\x12\x0c\n\x04most\x18\x05 \x01(\r\x12#\n\x06latest\x18\x06 \x01(\x0b\x32\x13.tandem.v1.Decision\x12$\n\x07\x63hanges\x18\x07 \x03(\x0b\x32\x13.tandem.v1.Decision\"\xb7\x01\n\x08\x44\x65\x63ision\x12\r\n\x05\x61ge_s\x18\x01 \x01(\x01\x12\x0e\n\x06\x62\x65\x66ore\x18\x02 \x01(\r\x12\x0e\n\x06wanted\x18\x03 \x01(\r\x12\x0b\n\x03why\x18\x04 \x01(\t\x12\x0f\n\x07refused\x18\x05 \x01(\t\x12/\n\x06inputs\x18\x06 \x03(\x0b\x32\x1f.tandem.v1.Decision.InputsEntry\x1a-\n\x0bInputsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xe7\x01\n\rClusterWorker\x12!\n\x06member\x18\x01 \x01(\x0b\x32\x11.tandem.v1.Member\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\x10\n\x08\x66\x61ilures\x18\x03 \x01(\r\x12\x12\n\nretry_in_s\x18\x04 \x01(\x01\x12%\n\x04load\x18\x05 \x01(\x0b\x32\x17.tandem.v1.WorkerStatus\x12$\n\nlast_error\x18\x06 \x01(\x0b\x32\x10.tandem.v1.Error\x12\x0f\n\x07leaving\x18\x07 \x01(\x08\x12\x1f\n\x05\x62uild\x18\x08 \x01(\x0b\x32\x10.tandem.v1.Build\"\xd1\x02\n\rClusterRouter\x12\r\n\x05state\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\x17\n\x0f\x63ontrol_address\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12$\n\nlast_error\x18\x06 \x01(\x0b\x32\x10.tandem.v1.Error\x12\x10\n\x08\x66\x61ilures\x18\x07 \x01(\r\x12\x15\n\rnum_under_way\x18\x08 \x01(\r\x12(\n\x06\x65rrors\x18\t \x01(\x0b\x32\x18.tandem.v1.RequestErrors\x12\x0c\n\x04name\x18\n \x01(\t\x12\x0c\n\x04node\x18\x0b \x01(\t\x12\x0b\n\x03pid\x18\x0c \x01(\r\x12\x0f\n\x07leaving\x18\r \x01(\x08\x12\x12\n\nretry_in_s\x18\x0e \x01(\x01\x12\x1f\n\x05\x62uild\x18\x0f \x01(\x0b\x32\x10.tandem.v1.Build\"\x8e\x03\n\x07\x43luster\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1a\n\x12membership_version\x18\x03 \x01(\x04\x12\x1e\n\x05pools\x18\x04 \x03(\x0b\x32\x0f.tandem.v1.Pool\x12)\n\x07workers\x18\x05 \x03(\x0b\x32\x18.tandem.v1.ClusterWorker\x12(\n\x06router\x18\x06 \x01(\x0b\x32\x18.tandem.v1.ClusterRouter\x12\x0f\n\x07settled\x18\x07 \x01(\x08\x12\x10\n\x08stopping\x18\x08 \x01(\x08\x12\x15\n\rlog_directory\x18\t \x01(\t\x12\x13\n\x0bray_address\x18\n \x01(\t\x12\x0b\n\x03pid\x18\x0b \x01(\r\x12)\n\x07routers\x18\x0c \x03(\x0b\x32\x18.tandem.v1.ClusterRouter\x12\x16\n\x0ewanted_routers\x18\r \x01(\r\x12\x1f\n\x05\x62uild\x18\x0e \x01(\x0b\x32\x10.tandem.v1.Build\x12\x12\n\nbuild_note\x18\x0f \x01(\t\"\xc6\x01\n\x0cScaleRequest\x12\x14\n\x07prefill\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06\x64\x65\x63ode\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x13\n\x06router\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x19\n\x0cprefill_most\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x18\n\x0b\x64\x65\x63ode_most\x18\x05 \x01(\rH\x04\x88\x01\x01\x42\n\n\x08_prefillB\t\n\x07_decodeB\t\n\x07_routerB\x0f\n\r_prefill_mostB\x0e\n\x0c_decode_most\"R\n\nScaleReply\x12\x1f\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x10.tandem.v1.Error\x12#\n\x07\x63luster\x18\x02 \x01(\x0b\x32\x12.tandem.v1.Cluster\"K\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x15\n\rreplace_first\x18\x02 \x01(\x08\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\"R\n\nDrainReply\x12\x1f\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x10.tandem.v1.Error\x12#\n\x07\x63luster\x18\x02 \x01(\x0b\x32\x12.tandem.v1.Cluster\"\x1f\n\x0eUpgradeRequest\x12\r\n\x05wheel\x18\x01 \x01(\x0c\"T\n\x0cUpgradeReply\x12\x1f\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x10.tandem.v1.Error\x12#\n\x07\x63luster\x18\x02 \x01(\x0b\x32\x12.tandem.v1.Cluster\"\"\n\x0fShutdownRequest\x12\x0f\n\x07grace_s\x18\x01 \x01(\x01\"\x0f\n\rShutdownReply2\x8c\x03\n\x11SupervisorControl\x12>\n\nGetCluster\x12\x1c.tandem.v1.GetClusterRequest\x1a\x12.tandem.v1.Cluster\x12\x44\n\x0cWatchCluster\x12\x1e.tandem.v1.WatchClusterRequest\x1a\x12.tandem.v1.Cluster0\x01\x12\x37\n\x05Scale\x12\x17.tandem.v1.ScaleRequest\x1a\x15.tandem.v1.ScaleReply\x12\x37\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x15.tandem.v1.DrainReply\x12=\n\x07Upgrade\x12\x19.tandem.v1.UpgradeRequest\x1a\x17.tandem.v1.UpgradeReply\x12@\n\x08Shutdown\x12\x1a.tandem.v1.ShutdownRequest\x1a\x18.tandem.v1.ShutdownReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.rpc.v1.supervisor_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_DECISION_INPUTSENTRY']._loaded_options = None
+  _globals['_DECISION_INPUTSENTRY']._serialized_options = b'8\001'
   _globals['_GETCLUSTERREQUEST']._serialized_start=90
   _globals['_GETCLUSTERREQUEST']._serialized_end=109
   _globals['_WATCHCLUSTERREQUEST']._serialized_start=111
   _globals['_WATCHCLUSTERREQUEST']._serialized_end=132
   _globals['_BUILD']._serialized_start=134
   _globals['_BUILD']._serialized_end=174
-  _globals['_POOL']._serialized_start=176
-  _globals['_POOL']._serialized_end=244
-  _globals['_CLUSTERWORKER']._serialized_start=247
-  _globals['_CLUSTERWORKER']._serialized_end=478
-  _globals['_CLUSTERROUTER']._serialized_start=481
-  _globals['_CLUSTERROUTER']._serialized_end=818
-  _globals['_CLUSTER']._serialized_start=821
-  _globals['_CLUSTER']._serialized_end=1219
-  _globals['_SCALEREQUEST']._serialized_start=1221
-  _globals['_SCALEREQUEST']._serialized_end=1333
-  _globals['_SCALEREPLY']._serialized_start=1335
-  _globals['_SCALEREPLY']._serialized_end=1417
-  _globals['_DRAINREQUEST']._serialized_start=1419
-  _globals['_DRAINREQUEST']._serialized_end=1494
-  _globals['_DRAINREPLY']._serialized_start=1496
-  _globals['_DRAINREPLY']._serialized_end=1578
-  _globals['_UPGRADEREQUEST']._serialized_start=1580
-  _globals['_UPGRADEREQUEST']._serialized_end=1611
-  _globals['_UPGRADEREPLY']._serialized_start=1613
-  _globals['_UPGRADEREPLY']._serialized_end=1697
-  _globals['_SHUTDOWNREQUEST']._serialized_start=1699
-  _globals['_SHUTDOWNREQUEST']._serialized_end=1733
-  _globals['_SHUTDOWNREPLY']._serialized_start=1735
-  _globals['_SHUTDOWNREPLY']._serialized_end=1750
-  _globals['_SUPERVISORCONTROL']._serialized_start=1753
-  _globals['_SUPERVISORCONTROL']._serialized_end=2149
+  _globals['_POOL']._serialized_start=177
+  _globals['_POOL']._serialized_end=349
+  _globals['_DECISION']._serialized_start=352
+  _globals['_DECISION']._serialized_end=535
+  _globals['_DECISION_INPUTSENTRY']._serialized_start=490
+  _globals['_DECISION_INPUTSENTRY']._serialized_end=535
+  _globals['_CLUSTERWORKER']._serialized_start=538
+  _globals['_CLUSTERWORKER']._serialized_end=769
+  _globals['_CLUSTERROUTER']._serialized_start=772
+  _globals['_CLUSTERROUTER']._serialized_end=1109
+  _globals['_CLUSTER']._serialized_start=1112
+  _globals['_CLUSTER']._serialized_end=1510
+  _globals['_SCALEREQUEST']._serialized_start=1513
+  _globals['_SCALEREQUEST']._serialized_end=1711
+  _globals['_SCALEREPLY']._serialized_start=1713
+  _globals['_SCALEREPLY']._serialized_end=1795
+  _globals['_DRAINREQUEST']._serialized_start=1797
+  _globals['_DRAINREQUEST']._serialized_end=1872
+  _globals['_DRAINREPLY']._serialized_start=1874
+  _globals['_DRAINREPLY']._serialized_end=1956
+  _globals['_UPGRADEREQUEST']._serialized_start=1958
+  _globals['_UPGRADEREQUEST']._serialized_end=1989
+  _globals['_UPGRADEREPLY']._serialized_start=1991
+  _globals['_UPGRADEREPLY']._serialized_end=2075
+  _globals['_SHUTDOWNREQUEST']._serialized_start=2077
+  _globals['_SHUTDOWNREQUEST']._serialized_end=2111
+  _globals['_SHUTDOWNREPLY']._serialized_start=2113
+  _globals['_SHUTDOWNREPLY']._serialized_end=2128
+  _globals['_SUPERVISORCONTROL']._serialized_start=2131
+  _globals['_SUPERVISORCONTROL']._serialized_end=2527
 # @@protoc_insertion_point(module_scope)

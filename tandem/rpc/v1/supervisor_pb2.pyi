@@ -85,24 +85,105 @@ class Pool(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     WANTED_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
+    LEAST_FIELD_NUMBER: _builtins.int
+    MOST_FIELD_NUMBER: _builtins.int
+    LATEST_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     wanted: _builtins.int
     ready: _builtins.int
     """workers that take requests now"""
+    least: _builtins.int
+    """the pool follows its load from `least` to `most`; 0: its size is fixed"""
+    most: _builtins.int
+    @_builtins.property
+    def latest(self) -> Global___Decision:
+        """absent while its size is fixed, and before the first"""
+
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Decision]:
+        """the last that changed its size, or were to; the newest last"""
+
     def __init__(
         self,
         *,
         role: _common_pb2.Role.ValueType = ...,
         wanted: _builtins.int = ...,
         ready: _builtins.int = ...,
+        least: _builtins.int = ...,
+        most: _builtins.int = ...,
+        latest: Global___Decision | None = ...,
+        changes: _abc.Iterable[Global___Decision] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["latest", b"latest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ready", b"ready", "role", b"role", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "latest", b"latest", "least", b"least", "most", b"most", "ready", b"ready", "role", b"role", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Pool: _TypeAlias = Pool  # noqa: Y015
+
+@_typing.final
+class Decision(_message.Message):
+    """Why a pool that follows its load has, or gets, its size."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class InputsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    AGE_S_FIELD_NUMBER: _builtins.int
+    BEFORE_FIELD_NUMBER: _builtins.int
+    WANTED_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
+    age_s: _builtins.float
+    """since it was made"""
+    before: _builtins.int
+    """workers"""
+    wanted: _builtins.int
+    why: _builtins.str
+    refused: _builtins.str
+    """why it could not be carried out as a whole; empty: it could"""
+    @_builtins.property
+    def inputs(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """the figures that it was made from"""
+
+    def __init__(
+        self,
+        *,
+        age_s: _builtins.float = ...,
+        before: _builtins.int = ...,
+        wanted: _builtins.int = ...,
+        why: _builtins.str = ...,
+        refused: _builtins.str = ...,
+        inputs: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "before", b"before", "inputs", b"inputs", "refused", b"refused", "wanted", b"wanted", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Decision: _TypeAlias = Decision  # noqa: Y015
 
 @_typing.final
 class ClusterWorker(_message.Message):
@@ -323,31 +404,46 @@ class ScaleRequest(_message.Message):
     PREFILL_FIELD_NUMBER: _builtins.int
     DECODE_FIELD_NUMBER: _builtins.int
     ROUTER_FIELD_NUMBER: _builtins.int
+    PREFILL_MOST_FIELD_NUMBER: _builtins.int
+    DECODE_MOST_FIELD_NUMBER: _builtins.int
     prefill: _builtins.int
     """absent: leave the pool as it is"""
     decode: _builtins.int
     router: _builtins.int
+    prefill_most: _builtins.int
+    """With these the pool follows its load, from the size above, its least, to this, its most."""
+    decode_most: _builtins.int
     def __init__(
         self,
         *,
         prefill: _builtins.int | None = ...,
         decode: _builtins.int | None = ...,
         router: _builtins.int | None = ...,
+        prefill_most: _builtins.int | None = ...,
+        decode_most: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_decode", b"_decode", "_prefill", b"_prefill", "_router", b"_router", "decode", b"decode", "prefill", b"prefill", "router", b"router"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_decode", b"_decode", "_decode_most", b"_decode_most", "_prefill", b"_prefill", "_prefill_most", b"_prefill_most", "_router", b"_router", "decode", b"decode", "decode_most", b"decode_most", "prefill", b"prefill", "prefill_most", b"prefill_most", "router", b"router"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode", b"_decode", "_prefill", b"_prefill", "_router", b"_router", "decode", b"decode", "prefill", b"prefill", "router", b"router"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode", b"_decode", "_decode_most", b"_decode_most", "_prefill", b"_prefill", "_prefill_most", b"_prefill_most", "_router", b"_router", "decode", b"decode", "decode_most", b"decode_most", "prefill", b"prefill", "prefill_most", b"prefill_most", "router", b"router"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__decode: _TypeAlias = _typing.Literal["decode"]  # noqa: Y015
     _WhichOneofArgType__decode: _TypeAlias = _typing.Literal["_decode", b"_decode"]  # noqa: Y015
+    _WhichOneofReturnType__decode_most: _TypeAlias = _typing.Literal["decode_most"]  # noqa: Y015
+    _WhichOneofArgType__decode_most: _TypeAlias = _typing.Literal["_decode_most", b"_decode_most"]  # noqa: Y015
     _WhichOneofReturnType__prefill: _TypeAlias = _typing.Literal["prefill"]  # noqa: Y015
     _WhichOneofArgType__prefill: _TypeAlias = _typing.Literal["_prefill", b"_prefill"]  # noqa: Y015
+    _WhichOneofReturnType__prefill_most: _TypeAlias = _typing.Literal["prefill_most"]  # noqa: Y015
+    _WhichOneofArgType__prefill_most: _TypeAlias = _typing.Literal["_prefill_most", b"_prefill_most"]  # noqa: Y015
     _WhichOneofReturnType__router: _TypeAlias = _typing.Literal["router"]  # noqa: Y015
     _WhichOneofArgType__router: _TypeAlias = _typing.Literal["_router", b"_router"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__decode) -> _WhichOneofReturnType__decode | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__decode_most) -> _WhichOneofReturnType__decode_most | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill) -> _WhichOneofReturnType__prefill | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill_most) -> _WhichOneofReturnType__prefill_most | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__router) -> _WhichOneofReturnType__router | None: ...
 

@@ -73,6 +73,10 @@ def test_wrong_usage_is_exit_code_2(wrong: list[str], capsys: pytest.CaptureFixt
     [
         (["serve", "--prefill", "-1"], "tandem serve: error: argument --prefill: '-1' is not a whole number from 0 to"),
         (["serve", "--decode", "0"], "argument --decode: '0' is not a whole number from 1 to 1024"),
+        (["serve", "--decode", "1:x"], "argument --decode: 'x' is not a whole number from 1 to 1024"),
+        (["serve", "--decode", "4:2"], "argument --decode: '4:2' is no range of sizes: the first is more than"),
+        (["scale", "--prefill", "1:"], "argument --prefill: '' is not a whole number"),
+        (["scale", "--routers", "1:2"], "argument --routers: '1:2' is not a whole number"),
         (["serve", "--port", "0"], "argument --port: '0' is not a whole number from 1 to 65535"),
         (["serve", "--port", "65536"], "argument --port: '65536' is not"),
         (["scale", "--prefill", "-1"], "tandem scale: error: argument --prefill: '-1' is not"),
@@ -122,6 +126,24 @@ def test_options_lie_over_the_file(tmp_path: Path) -> None:
     assert (config.pools.prefill.workers, config.pools.decode.workers) == (2, 3)
     assert config.model.served_names == ("a", "*")
     assert (config.model.dtype, config.model.path) == ("bfloat16", "org/name")
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes"),
+    [
+        (["--prefill", "1:4"], (1, 1, 4)),
+        (["--prefill", "3"], (3, 3, 3)),
+        (["--prefill", "2:2"], (2, 2, 2)),
+        ([], (2, 2, 8)),
+    ],
+)
+def test_a_size_or_a_range_replaces_all_that_the_file_says_of_the_pool(
+    given: list[str], sizes: tuple[int, int, int], tmp_path: Path
+) -> None:
+    file = tmp_path / "tandem.yaml"
+    file.write_text("pools: {prefill: {min: 2, max: 8}}\n")
+    pool = cli._config(cli.make_parser().parse_args(["serve", "--config", str(file), *given])).pools.prefill
+    assert (pool.at_first, pool.least, pool.most) == sizes
 
 
 FREE = "a free port"

@@ -132,6 +132,33 @@ def test_scale_that_gives_up_waiting_leaves_the_cluster_alone(
     assert "tandem stop" not in error
 
 
+def test_a_range_is_asked_for_and_its_way_back_is_a_range_too(
+    scripted: Scripted, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripted.told = cluster(
+        worker("prefill-0", "ready"),
+        *(worker(f"decode-{number}", "ready") for number in range(2)),
+        worker("decode-2", "starting", "waits for a node with a free `decode` in Ray", pid=0),
+    )
+    scripted.told.pools[1].least, scripted.told.pools[1].most = 1, 4
+    assert cli.main(["scale", "--decode", "1:4"]) == 1
+    asked = scripted.asked
+    assert (asked.decode, asked.decode_most) == (1, 4)
+    assert not asked.HasField("prefill")
+    assert not asked.HasField("prefill_most")
+    said = capsys.readouterr().out
+    assert "tandem scale --decode 1:2\n" in said
+    assert cli.main(["scale", "--decode", "3", "--no-wait"]) == 0
+    assert (scripted.asked.decode, scripted.asked.HasField("decode_most")) == (3, False)
+
+
+def test_status_says_why_where_it_is_asked_to(scripted: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status"]) == 0
+    assert "fixed" not in capsys.readouterr().out
+    assert cli.main(["status", "--why"]) == 0
+    assert "decode: 2, fixed; `tandem scale --decode MIN:MAX`" in capsys.readouterr().out
+
+
 def test_a_pool_of_which_nobody_has_a_node_cannot_be_taken_back(
     scripted: Scripted, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,7 +27,8 @@ def test_numbers_are_numbers_roles_are_words_and_zeros_are_there() -> None:
     )
     told: dict[str, Any] = json.loads(json.dumps(plain(cluster)))
     assert told["membership_version"] == 1 << 32
-    assert told["pools"] == [{"role": "prefill", "wanted": 1, "ready": 0}]
+    fixed = {"least": 0, "most": 0, "latest": None, "changes": []}
+    assert told["pools"] == [{"role": "prefill", "wanted": 1, "ready": 0, **fixed}]
     (worker,) = told["workers"]
     assert (worker["member"]["role"], worker["member"]["pid"], worker["member"]["state"]) == ("decode", 0, "")
     assert worker["load"]["transfer_bytes"] == 1 << 60

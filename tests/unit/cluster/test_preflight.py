@@ -63,6 +63,7 @@ BAD = [
     ({"cache": {"host_bytes": 9 * GIB}}, "cache.host_bytes", "set it to at most"),
     ({"cache": {"disk_path": "/dev/null/pages"}}, "cache.disk_path", "name a directory"),
     ({"pools": {"prefill": {"workers": 40}}}, "pools", "start fewer workers"),
+    ({"pools": {"prefill": {"max": 40}}}, "pools", "41 workers need"),
     ({"pools": {"decode": {"gpus": 1}}}, "pools.prefill.gpus", "set them to 0"),
     ({"transport": {"name": "loopback"}}, "transport.name", "choose ucx or nccl"),
     ({"http": {"port": 8000, "host": "no.such.host.invalid"}}, "http.host", "use 127.0.0.1"),

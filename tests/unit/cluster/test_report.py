@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.cluster.serve.report import ClusterNews, Reporter, RequestNews, cluster_table, link_lines, network_line
+from tandem.cluster.serve.report import (
+    ClusterNews,
+    Reporter,
+    RequestNews,
+    cluster_table,
+    link_lines,
+    network_line,
+    pools_line,
+    why_lines,
+)
 from tandem.rpc.v1 import common_pb2, supervisor_pb2
 
 
@@ -108,3 +117,26 @@ def test_the_network_of_pages_is_told_on_several_hosts_also_where_nobody_has_nam
     one.load.page_network, other.load.page_network = "eth1 10.1.0.1", "eth1 10.1.0.2"
     told = network_line(supervisor_pb2.Cluster(workers=[one, other]))
     assert told == "pages go by eth1: prefill-0 10.1.0.1, decode-0 10.1.0.2"
+
+
+def test_why_a_pool_has_its_size_is_told_with_its_figures_and_its_last_changes() -> None:
+    stays = supervisor_pb2.Decision(age_s=1.4, before=2, wanted=2, why="all is well", inputs={"load": 1.5, "mark": 0.7})
+    grew = supervisor_pb2.Decision(age_s=60, before=1, wanted=2, why="prompts", inputs={"load": 3})
+    refused = supervisor_pb2.Decision(age_s=30, before=2, wanted=2, why="prompts", refused="no memory is free")
+    cluster = supervisor_pb2.Cluster(
+        pools=[
+            supervisor_pb2.Pool(
+                role=common_pb2.ROLE_PREFILL, wanted=2, ready=2, least=1, most=4, latest=stays, changes=[grew, refused]
+            ),
+            supervisor_pb2.Pool(role=common_pb2.ROLE_DECODE, wanted=3, ready=3),
+        ]
+    )
+    assert why_lines(cluster) == [
+        "prefill: 2 of 1 to 4",
+        "       1 s ago  stays 2: all is well",
+        "               load 1.5, mark 0.7",
+        "      30 s ago  stays 2: prompts; no memory is free",
+        "      60 s ago  1 → 2: prompts",
+        "decode: 3, fixed; `tandem scale --decode MIN:MAX` lets it follow its load",
+    ]
+    assert pools_line(cluster) == "prefill 2/2 ready (1 to 4 by its load), decode 3/3 ready"

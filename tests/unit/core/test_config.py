@@ -128,6 +128,7 @@ _RELATED = {
     "cache.page_size", "cache.prefix_cache", "model.engine", "model.time_model", "scheduling.chunk_size",
     "scheduling.max_num_batched_tokens",
 }  # fmt: skip
+_RELATED |= {f"pools.{role}.{key}" for role in ("prefill", "decode") for key in ("workers", "min", "max")}
 
 
 @st.composite
@@ -151,6 +152,10 @@ def configs(draw: st.DrawFn) -> Config:
         tree["speculation"]["draft_model"] = ""
         for role in ("prefill", "decode"):
             tree["pools"][role]["gpus"] = 0.0
+    for role in ("prefill", "decode"):
+        least, workers, most = sorted(draw(st.integers(1, 1024)) for _ in range(3))
+        sizes = draw(st.sampled_from([(workers, 0, 0), (workers, least, most), (1, least, most), (workers, 0, most)]))
+        tree["pools"][role] |= dict(zip(("workers", "min", "max"), sizes, strict=True))
     return from_dict(tree)
 
 
@@ -226,6 +231,9 @@ def test_unknown_key_is_answered_with_its_path_and_the_known_keys(tree: Any, pat
         ({"cache": {"memory_share": 0.96}}, "cache.memory_share", "at most 0.95"),
         ({"transport": {"quarantine_cap": 1.01}}, "transport.quarantine_cap", "at most 1"),
         ({"http": {"port": 65536}}, "http.port", "at most 65535"),
+        ({"pools": {"decode": {"workers": 5, "max": 4}}}, "pools.decode.workers", "more than pools.decode.max (4)"),
+        ({"pools": {"prefill": {"min": 5, "max": 4}}}, "pools.prefill.min", "raise pools.prefill.max"),
+        ({"pools": {"prefill": {"min": 5}}}, "pools.prefill.min", "pools.prefill.max is not set"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -234,6 +242,24 @@ def test_values_that_do_not_go_together(tree: Any, key: str, remedy: str) -> Non
     assert error.key == key
     assert key in error.message
     assert remedy in error.message
+
+
+@pytest.mark.parametrize(
+    ("keys", "sizes"),
+    [
+        ({}, (1, 1, 1)),
+        ({"workers": 3}, (3, 3, 3)),
+        ({"max": 4}, (1, 1, 4)),
+        ({"workers": 2, "max": 4}, (2, 2, 4)),
+        ({"min": 2, "max": 4}, (2, 2, 4)),
+        ({"workers": 3, "min": 2, "max": 4}, (3, 2, 4)),
+        ({"min": 4, "max": 4}, (4, 4, 4)),
+    ],
+    ids=str,
+)
+def test_a_pool_begins_within_its_bounds(keys: dict[str, int], sizes: tuple[int, int, int]) -> None:
+    pool = from_dict({"pools": {"decode": keys}}).pools.decode
+    assert (pool.at_first, pool.least, pool.most) == sizes
 
 
 @pytest.mark.parametrize("tree", [{"cache": 7}, {"pools": {"decode": ["workers"]}}, {"http": "127.0.0.1:80"}])

@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from tandem.cli import main
+from tandem.cluster.supervisor.autoscale import Range, Settings
 from tandem.core.errors import ConfigError
+from tandem.core.identity import Role
 from tandem.core.step_times import Card, Fitted, ModelSize, Roofline, Terms
+from tandem.sim.load import APART_S
 from tandem.sim.scenario import arrivals, read_scenario
 
 SCENARIOS = Path(__file__).parents[3] / "scenarios"
@@ -49,6 +52,7 @@ def test_keys_of_tandem_yaml_reach_the_schedulers(tmp_path: Path) -> None:
     [
         ("prefil: {}", "unknown key prefil; did you mean prefill"),
         ("decode: {workers: 0}", "decode.workers is 0, must be at least 1"),
+        ("prefill: {workers: 9}\npools: {prefill: {max: 4}}", "prefill.workers is 9, and pools.prefill goes from 9 to"),
         ("times: guessed", "times is 'guessed', must be one of roofline, fitted"),
         ("load: {rate: often}", "load.rate must be a number"),
         ("tandem: {scheduling: {chunk_size: 100}}", "scheduling.chunk_size is 100, must be a multiple"),
@@ -65,6 +69,28 @@ def test_a_trace_lies_beside_its_scenario_and_may_be_played_faster(tmp_path: Pat
     first, second = arrivals(scenario, tmp_path)
     assert (first.arrived_s, first.num_input, first.num_output) == (0.0, 374, 44)
     assert (second.arrived_s, second.num_input, second.num_output) == (0.5, 396, 1)
+
+
+def test_traces_follow_each_other_and_each_request_comes_several_times(tmp_path: Path) -> None:
+    (tmp_path / "trace.csv").write_text(TRACE)
+    text = "load: {trace: trace.csv, then: [trace.csv, trace.csv], copies: 4}"
+    found = arrivals(read_scenario(scenario_file(tmp_path, text)), tmp_path)
+    assert len(found) == 2 * 3 * 4
+    times = [one.arrived_s for one in found]
+    assert times == sorted(times)
+    assert {0.0, 2.0, 4.0, 6.0} <= set(times), "as they were recorded, one after the other"
+    assert max(times) <= 6.0 + APART_S
+    assert [one.number for one in found] == list(range(24))
+
+
+def test_bounds_of_pools_and_the_law_s_settings_reach_the_world(tmp_path: Path) -> None:
+    text = (
+        "prefill: {workers: 2}\npools: {prefill: {min: 1, max: 6}, start_s: 45}\n"
+        "tandem: {pools: {utilisation: 0.6, shrink_delay_s: 300}, slo: {ttft_ms: 700}}"
+    )
+    shape = read_scenario(scenario_file(tmp_path, text)).shape()
+    assert shape.ranges == {Role.PREFILL: Range(1, 6)}
+    assert (shape.start_s, shape.settings, shape.ttft_s, shape.tpot_s) == (45, Settings(0.6, 300.0), 0.7, 0.05)
 
 
 def test_a_trace_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -93,6 +119,9 @@ def test_the_command_prints_and_writes_what_it_found(tmp_path: Path, capsys: pyt
     assert found["format"] == "tandem-simulation-1"
     assert len(found["requests"]) == 20
     assert found["latencies"]["ttft_s"]["p50"] > 0
+    assert found["slo"]["kept_share"] == 1.0
+    assert found["worker_hours"]["decode"] == pytest.approx(found["simulated_s"] / 3600)
+    assert found["pools"]["prefill"]["sizes"] == [[0.0, 1, 1]]
 
 
 def test_the_command_names_the_file_that_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

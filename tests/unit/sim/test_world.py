@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Mapping
 from itertools import pairwise
 
 import pytest
@@ -11,11 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.layout import KvFormat, LayoutId
+from tandem.cluster.supervisor.autoscale import Decision, PoolSize, Range
+from tandem.cluster.supervisor.demand import Sample
 from tandem.core.errors import ConfigError
-from tandem.core.identity import Role
+from tandem.core.identity import Role, WorkerKey
 from tandem.core.step_times import Fitted
+from tandem.sim.fleet import Life
 from tandem.sim.load import Arrival, Lengths, drawn
-from tandem.sim.world import Outcome, PoolShape, World, WorldShape
+from tandem.sim.outcome import Outcome
+from tandem.sim.world import PoolShape, World, WorldShape
 from tandem.worker.batch import SchedulerLimits
 
 PAGE, TOKEN_BYTES = 16, 2 * 4 * 2 * 8 * 2
@@ -162,3 +167,70 @@ def test_whatever_comes_ends_and_leaves_nothing_behind(
         mixed_pool_tokens=200 if mixes else 0,
     )
     simulated(shape, [Arrival(number, *one) for number, one in enumerate(asked)])
+
+
+def by_load(prefill: Range, decode: Range) -> WorldShape:
+    return dataclasses.replace(
+        SHAPE,
+        prefill=dataclasses.replace(SHAPE.prefill, num_workers=prefill.least, bounds=prefill),
+        decode=dataclasses.replace(SHAPE.decode, num_workers=decode.least, bounds=decode),
+        start_s=20.0,
+        ttft_s=1.0,
+        tpot_s=0.5,
+    )
+
+
+def waves(seconds: float) -> list[Arrival]:
+    """Much for two minutes, little for five, and again."""
+    rng, now_s, found = random.Random(5), 0.0, []
+    while now_s < seconds:
+        now_s += rng.expovariate(30.0 if now_s % 420 < 120 else 1.0)
+        found.append(Arrival(len(found), now_s, rng.randint(50, 350), rng.randint(1, 20)))
+    return found
+
+
+def test_pools_follow_their_load_by_the_law_that_ships() -> None:
+    arrivals = waves(700)
+    shape = by_load(Range(1, 8), Range(4, 4))
+    world, outcomes = simulated(shape, arrivals)
+    wanted = [decision.wanted for decision in world.decisions]
+    assert {decision.role for decision in world.decisions} == {Role.PREFILL}
+    assert max(wanted) > 2
+    assert wanted[-1] < max(wanted), "it shrinks again"
+    grown = [life for life in world.fleet.lives if life.asked_s > 0]
+    assert all(life.ready_s is None or life.ready_s == pytest.approx(life.asked_s + 20.0) for life in grown)
+    assert any(life.gone_s is not None and life.machine is not None for life in grown), "some have served and are gone"
+    late = [one.ttft_s > 1.0 for one in outcomes if one.arrival.arrived_s > 60]
+    assert sum(late) < 0.3 * len(late), "one worker alone serves two thirds of what comes in the busy minutes"
+
+
+def test_who_drains_gets_nothing_new_and_ends_what_it_has() -> None:
+    class Shrinks:
+        """After four seconds."""
+
+        def decide(self, _sample: Sample, sizes: Mapping[Role, PoolSize], now_s: float) -> list[Decision]:
+            num = sizes[Role.DECODE].wanted
+            return [Decision(Role.DECODE, now_s, num, 1 if now_s > 4 else num, "it shall")]
+
+    shape = dataclasses.replace(SHAPE, decode=dataclasses.replace(SHAPE.decode, num_workers=3))
+    arrivals = [Arrival(number, 0.1 * number, 100, 200) for number in range(100)]
+    ended: list[Outcome] = []
+    world = World(shape, ended.append, Shrinks())
+    outcomes = world.run(arrivals)
+    assert len(ended) == len(outcomes) == 100
+    left = [life for life in world.fleet.lives if life.left_s is not None]
+    assert len(left) == 2
+    for life in left:
+        assert life.gone_s is not None
+        last_s = max(one.last_token_s for one in outcomes if one.decode == life.key.worker_id)
+        assert life.left_s is not None
+        assert life.left_s < last_s <= life.gone_s
+        assert all(one.arrival.arrived_s <= life.left_s for one in outcomes if one.decode == life.key.worker_id)
+
+
+def test_worker_hours_count_from_the_order_to_the_end() -> None:
+    life = Life(WorkerKey("prefill-0", "1"), Role.PREFILL, asked_s=100.0)
+    assert life.worked_s(400.0) == 300.0
+    life.ready_s, life.left_s, life.gone_s = 160.0, 250.0, 300.0
+    assert life.worked_s(400.0) == 200.0
+    assert [life.is_ready(at_s) for at_s in (100, 160, 249, 250)] == [False, True, True, False]

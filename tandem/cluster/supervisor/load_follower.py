@@ -1,0 +1,147 @@
+"""Lets pools follow their load: brings figures to the law (`autoscale`), and its decisions to the pools.
+
+What the law asks for and the host has no memory for is refused here, told, and asked for again; all else goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+
+from tandem.cluster.supervisor import events as ev
+from tandem.cluster.supervisor.autoscale import Decision, Followed, PoolLaw, PoolSize, Range, Settings
+from tandem.cluster.supervisor.demand import Demand
+from tandem.cluster.supervisor.load_figures import LoadFigures, RouterReport, WorkerReport
+from tandem.cluster.supervisor.pools import PoolState
+from tandem.cluster.supervisor.router_monitor import FollowedRouter
+from tandem.cluster.supervisor.slots import Phase
+from tandem.cluster.supervisor.worker_monitor import FollowedWorker
+from tandem.core.errors import TandemError
+from tandem.core.identity import Role
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Law:
+    """By what pools follow their load.
+
+    Attributes:
+        ttft_s, tpot_s: the cluster's targets.
+        page_size: tokens in a page.
+    """
+
+    settings: Settings = field(default_factory=Settings)
+    ttft_s: float = 5.0
+    tpot_s: float = 0.2
+    page_size: int = 32
+
+
+class LoadFollower:
+    """Of both pools.
+
+    Args:
+        processes: all that live, as they are when it is looked at.
+        check_room: raises `TandemError` where so many more workers have no room; blocks.
+        changed: called when people can see something new.
+    """
+
+    def __init__(
+        self,
+        cluster: PoolState,
+        law: Law,
+        processes: Collection[FollowedWorker | FollowedRouter],
+        feed: Callable[[ev.Event], None],
+        check_room: Callable[[dict[Role, int]], None],
+        changed: Callable[[], None],
+    ) -> None:
+        self.pools: dict[Role, Followed] = {}
+        self._cluster, self._law = cluster, law
+        self._processes = processes
+        self._feed, self._check_room, self._changed = feed, check_room, changed
+        self._figures = LoadFigures(law.page_size)
+        self._demand = Demand(law.ttft_s, law.tpot_s, law.settings.shrink_delay_s)
+
+    async def run(self, opened: asyncio.Event, every_s: float) -> None:
+        """Once the cluster has `opened`, until it is cancelled."""
+        await opened.wait()
+        while True:
+            await asyncio.sleep(every_s)
+            await self._look(asyncio.get_running_loop().time())
+
+    async def _look(self, now_s: float) -> None:
+        routers = [
+            RouterReport(each.incarnation, each.load)
+            for each in self._processes
+            if isinstance(each, FollowedRouter) and each.load is not None
+        ]
+        if not routers or self._cluster.closing:
+            return
+        self._demand.hear(self._figures.sample(self._worker_reports(now_s), routers), now_s)
+        self._take_ranges(self._cluster.sizes.ranges)
+        for role in list(self.pools):
+            await self._follow(role, now_s)
+
+    def _worker_reports(self, now_s: float) -> list[WorkerReport]:
+        """Of those that serve."""
+        found = []
+        for each in self._processes:
+            slot = self._cluster.workers.get(each.name)
+            if not isinstance(each, FollowedWorker) or each.load is None or slot is None:
+                continue
+            if slot.incarnation == each.incarnation and slot.ready_at is not None:
+                found.append(WorkerReport(slot.role, slot.incarnation, now_s - slot.ready_at, each.load))
+        return found
+
+    def _take_ranges(self, ranges: dict[Role, Range]) -> None:
+        self.pools = {role: pool for role, pool in self.pools.items() if role in ranges}
+        for role, bounds in ranges.items():
+            if role not in self.pools:
+                self.pools[role] = Followed(PoolLaw(role, bounds, self._law.settings))
+            self.pools[role].law.range = bounds
+
+    async def _follow(self, role: Role, now_s: float) -> None:
+        pool, size = self.pools[role], self._size(role)
+        decision = pool.law.decide(self._demand.of(role, len(size.ready), now_s), size, now_s)
+        if decision.wanted > decision.before:
+            decision = await self._within_room(decision)
+        if self.pools.get(role) is not pool or self._cluster.wanted[role] != decision.before:
+            return  # somebody has ordered otherwise meanwhile
+        before, pool.latest = pool.latest, decision
+        is_refused_anew = bool(decision.refused) and not (before and before.refused)
+        if decision.is_change or is_refused_anew:
+            pool.changes.append(decision)
+            figures = ", ".join(f"{name} {value:.6g}" for name, value in decision.inputs.items())
+            verb = "grows" if decision.wanted > decision.before else "shrinks" if decision.is_change else "stays"
+            told = f"{decision.why}{'; ' + decision.refused if decision.refused else ''} ({figures})"
+            _log.info("%s %s from %d to %d: %s", role, verb, decision.before, decision.wanted, told)
+        if is_refused_anew:
+            self._feed(ev.GrowthRefused(role, decision.refused))
+        if decision.is_change:
+            self._feed(ev.LoadFollowed(role, decision.wanted))
+        elif is_refused_anew:
+            self._changed()
+
+    async def _within_room(self, decision: Decision) -> Decision:
+        """As much of the growth as the host has room for."""
+        refused = ""
+        for wanted in range(decision.wanted, decision.before, -1):
+            try:
+                await asyncio.to_thread(self._check_room, {decision.role: wanted - decision.before})
+            except TandemError as error:
+                refused = error.message
+            else:
+                return replace(decision, wanted=wanted, refused=refused)
+        return replace(decision, wanted=decision.before, refused=refused)
+
+    def _size(self, role: Role) -> PoolSize:
+        slots = [slot for slot in self._cluster.slots.of(role).values() if slot.counts]
+        return PoolSize(
+            wanted=self._cluster.wanted[role],
+            ready=frozenset(slot.incarnation for slot in slots if slot.phase is Phase.READY),
+            starting=frozenset(slot.incarnation for slot in slots if slot.phase is Phase.STARTING),
+            num_leaving=len(self._cluster.slots.of(role)) - len(slots),
+            num_unplaced=sum(slot.phase is Phase.STARTING and slot.placement is None for slot in slots),
+        )

@@ -1,0 +1,76 @@
+"""What the supervisor of a simulation hears of the load, as that of a cluster does from routers and workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from tandem.cluster.supervisor.demand import Asked, Held, Sample, Worked, added
+from tandem.core.identity import Role, WorkerKey
+from tandem.sim.load import Arrival
+from tandem.sim.machine import Machine
+from tandem.sim.outcome import Outcome
+
+# In the order of the fields of `Asked`.
+_NUM_COUNTS = 9
+_REQUESTS, _PROMPT_TOKENS, _ENDED, _ENDED_TOKENS, _OUTPUT_TOKENS, _FIRST, _FIRST_LATE, _TIMED, _TIMED_LATE = range(
+    _NUM_COUNTS
+)
+
+
+@dataclass(slots=True)
+class Figures:
+    """Args: ttft_s, tpot_s: by when tokens are wanted."""
+
+    ttft_s: float
+    tpot_s: float
+    num_open: int = 0  # requests that have not ended, those that will come among them
+    num_kept: int = 0  # requests that ended, and kept both targets
+    _now: list[float] = field(default_factory=lambda: [0.0] * _NUM_COUNTS, init=False)
+    _before: Asked = field(default_factory=Asked, init=False)
+    _worked: dict[WorkerKey, Worked] = field(default_factory=dict, init=False)
+
+    def came(self, arrival: Arrival) -> None:
+        self._now[_REQUESTS] += 1
+        self._now[_PROMPT_TOKENS] += arrival.num_input
+
+    def gave(self, outcome: Outcome) -> None:
+        """A token."""
+        self._now[_OUTPUT_TOKENS] += 1
+        if outcome.num_tokens == 1:
+            self._now[_FIRST] += 1
+            self._now[_FIRST_LATE] += outcome.ttft_s > self.ttft_s
+
+    def ended(self, outcome: Outcome) -> None:
+        self.num_open -= 1
+        self.num_kept += outcome.keeps(self.ttft_s, self.tpot_s)
+        self._now[_ENDED] += 1
+        self._now[_ENDED_TOKENS] += outcome.num_tokens
+        if outcome.tpot_s is not None:
+            self._now[_TIMED] += 1
+            self._now[_TIMED_LATE] += outcome.tpot_s > self.tpot_s
+
+    def sample(self, prefill: Iterable[Machine], decode: Iterable[Machine], num_waiting_kv: int) -> Sample:
+        """Since the last call. `num_waiting_kv`: tokens of prompts that wait for room at decode."""
+        asked, self._before = added(now := Asked(*self._now), self._before, -1), now
+        machines = {Role.PREFILL: list(prefill), Role.DECODE: list(decode)}
+        worked = {role: [self._since(machine) for machine in some] for role, some in machines.items()}
+        queued = sum(c.num_to_compute for machine in machines[Role.PREFILL] for c in machine.choices)
+        pools = [machine.pool for machine in machines[Role.DECODE]]
+        kv = [(each.used + each.reserved) * pool.page_size for pool in pools for each in [pool.counts()]]
+        held = Held(
+            waiting_tokens=queued,
+            kv_tokens=sum(kv),
+            waiting_kv_tokens=num_waiting_kv,
+            kv_capacity=pools[0].num_pages * pools[0].page_size if pools else 0,
+            max_num_seqs=machines[Role.DECODE][0].scheduler.limits.max_num_seqs if pools else 0,
+        )
+        return Sample(asked, worked, held)
+
+    def _since(self, machine: Machine) -> Worked:
+        work, role = machine.work, machine.role
+        rows = work.num_rows if role is Role.DECODE else 0
+        now = Worked(work.num_steps, work.busy_s, work.num_tokens - rows, rows)
+        before = self._worked.get(machine.key, Worked())
+        self._worked[machine.key] = now
+        return added(now, before, -1)

@@ -1,0 +1,49 @@
+"""What became of a request of a simulation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.sim.load import Arrival
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a request; seconds of the simulation."""
+
+    arrival: Arrival
+    prefill: str = ""  # the worker; empty: decode computed the prompt
+    decode: str = ""
+    first_token_s: float = 0.0
+    last_token_s: float = 0.0
+    longest_gap_s: float = 0.0
+    num_tokens: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.num_tokens == self.arrival.num_output
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_token_s - self.arrival.arrived_s
+
+    @property
+    def e2e_s(self) -> float:
+        return self.last_token_s - self.arrival.arrived_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Between two tokens, on average; `None`: there is one."""
+        return (self.last_token_s - self.first_token_s) / (self.num_tokens - 1) if self.num_tokens > 1 else None
+
+    def keeps(self, ttft_s: float, tpot_s: float) -> bool:
+        """Whether it kept both targets."""
+        return self.ttft_s <= ttft_s and (self.tpot_s is None or self.tpot_s <= tpot_s)
+
+    def token(self, now_s: float) -> None:
+        if self.num_tokens:
+            self.longest_gap_s = max(self.longest_gap_s, now_s - self.last_token_s)
+        else:
+            self.first_token_s = now_s
+        self.last_token_s = now_s
+        self.num_tokens += 1

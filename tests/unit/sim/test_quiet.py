@@ -1,0 +1,103 @@
+"""Quiet steps taken at once are the same as one by one, whatever runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.core.pages import PagePool
+from tandem.core.sampling import SamplingParams
+from tandem.core.step_times import Fitted
+from tandem.sim.quiet import advance, quiet_steps, quiet_times
+from tandem.worker.batch import SchedulerLimits
+from tandem.worker.scheduler import BatchScheduler
+from tandem.worker.sequence import Sequence
+from tandem.worker.step_log import terms_of
+
+PAGE, TOKEN = 4, 7
+TIMES = Fitted(0.01, 1e-4, 1e-5, 1e-6, 1e-7)
+LIMITS = SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=64, chunk_size=16, queue_bound=100)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Lengths of prompts and outputs, pages of the pool, and how many steps are taken first, to get anywhere."""
+
+    requests: tuple[tuple[int, int], ...]
+    num_pages: int
+    num_before: int
+
+
+loads = st.builds(
+    Load,
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 60)), min_size=1, max_size=6).map(tuple),
+    st.integers(26, 120),
+    st.integers(0, 90),
+)
+
+
+def begun(load: Load) -> BatchScheduler:
+    scheduler = BatchScheduler(PagePool(load.num_pages, PAGE), LIMITS, salt=b"", prefix_cache=False)
+    for number, (num_prompt, num_output) in enumerate(load.requests):
+        scheduler.add(
+            Sequence(
+                str(number), 1, 0, 0.0, number, [1] * num_prompt, num_prompt, SamplingParams(max_tokens=num_output)
+            )
+        )
+    for _ in range(load.num_before):
+        step(scheduler)
+    return scheduler
+
+
+def step(scheduler: BatchScheduler) -> tuple[float, bool]:
+    """Its time, and whether anything happened but a token for each."""
+    batch = scheduler.schedule()
+    seconds = TIMES.seconds(terms_of(batch))
+    happened = bool(batch.admitted or batch.preempted or batch.stalled or not batch.items)
+    happened |= any(not item.sequence.is_decode for item in batch.items)
+    scheduler.apply(batch, [[TOKEN] for item in batch.items if item.samples])
+    for item in batch.items:
+        if item.samples and item.sequence.num_output >= item.sequence.params.max_tokens:
+            scheduler.pool.release(scheduler.remove(item.sequence))
+            happened = True
+    return seconds, happened
+
+
+def state(scheduler: BatchScheduler) -> object:
+    running = [(one.request_id, list(one.token_ids), one.num_computed, len(one.pages)) for one in scheduler.running]
+    waiting = [(one.request_id, list(one.token_ids), one.num_preemptions) for one in scheduler.waiting]
+    pages = [page for one in scheduler.running for page in one.pages]
+    assert len(set(pages)) == len(pages)
+    return running, waiting, scheduler.pool.counts()
+
+
+@given(loads, st.integers(1, 70))
+def test_steps_at_once_are_steps_one_by_one(load: Load, most: int) -> None:
+    at_once, one_by_one = begun(load), begun(load)
+    num = quiet_steps(at_once, most)
+    assert 0 <= num <= most
+    seconds = [of_one for of_one, _ in zip(quiet_times(at_once, TIMES), range(num), strict=False)]
+    advance(at_once, num, TOKEN)
+    for expected in seconds:
+        took, happened = step(one_by_one)
+        assert abs(took - expected) < 1e-12
+        assert not happened
+    assert state(at_once) == state(one_by_one)
+    # And they go on alike.
+    for _ in range(5):
+        if at_once.running or at_once.waiting:
+            step(at_once)
+            step(one_by_one)
+    assert state(at_once) == state(one_by_one)
+
+
+@given(loads)
+def test_no_quiet_step_is_missed(load: Load) -> None:
+    """Where none is promised, something happens in the next step, or would in the one of a pool that is not as full."""
+    scheduler = begun(load)
+    if not scheduler.running or scheduler.waiting or quiet_steps(scheduler, 1):
+        return
+    _, happened = step(scheduler)
+    assert happened

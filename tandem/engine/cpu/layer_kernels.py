@@ -74,6 +74,14 @@ def _copy_by(load: Callable[..., Any], item_bytes: int) -> Callable[..., None]:
     return vir.kernel(3, 0, types.void, emit)
 
 
+def _emit_round(builder: Any, x: Any, y: Any, vectors: Any) -> None:
+    """So many vectors from `x` to `y`, rounded to bfloat16."""
+    x_stride, y_stride = vectors.type(_vec.num_bytes), vectors.type(_vec.lanes * _SHORT_BYTES)
+    with cgutils.for_range(builder, vectors) as loop:
+        part = _vec.load(builder, vir.advance(builder, x, x_stride, loop.index))
+        _vec.store_rounded(builder, part, vir.advance(builder, y, y_stride, loop.index))
+
+
 def _emit_sum(builder: Any, x: Any, other: Any, y: Any, vectors: Any) -> None:
     """`y = x + other`; `y` may be either."""
     stride = vectors.type(_vec.num_bytes)
@@ -87,6 +95,7 @@ _rotate = vir.kernel(5, 0, types.void, _emit_rotate)
 _copy = _copy_by(_vec.load, FLOAT_BYTES)
 _copy_bfloat16 = _copy_by(_vec.load_bfloat16, _SHORT_BYTES)
 _copy_float16 = _copy_by(_vec.load_float16, _SHORT_BYTES)
+_round = vir.kernel(3, 0, types.void, _emit_round)
 _sum = vir.kernel(4, 0, types.void, _emit_sum)
 
 
@@ -107,11 +116,13 @@ def _place_head(source, target, head_bytes, norm, eps, cos, sin, rotary_bytes): 
     _copy(source + rotary_bytes, target + rotary_bytes, (head_bytes - rotary_bytes) // _VECTOR_BYTES)
 
 
-def _place_heads(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+@numba.njit(nogil=True, inline="always")
+def _place_heads(rounds, first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """Queries, turned, to `query[rows, num_heads, head_dim]`; keys, turned, and values into their slots.
 
     `heads` holds queries, keys and values of a row behind one another, rows `stride` bytes apart. `cos` and `sin` are
-    `[rows, rotary_dim]`; `pages` is one layer of the arena, `write_pages` and `write_slots` are int64.
+    `[rows, rotary_dim]`; `pages` is one layer of the arena, `write_pages` and `write_slots` are int64. Where it
+    `rounds`, keys and values become bfloat16 there.
     """
     (
         heads, stride, num_heads, kv_heads, head_dim, q_norm, k_norm, eps_word, cos, sin, rotary_dim,
@@ -119,7 +130,8 @@ def _place_heads(first, end, arguments):  # type: ignore[no-untyped-def] # pragm
     ) = _sixteen_words(arguments)  # fmt: skip
     eps = real(eps_word)
     head_bytes, rotary_bytes = head_dim * FLOAT_BYTES, rotary_dim * FLOAT_BYTES
-    token_bytes = kv_heads * head_bytes
+    kv_bytes = head_dim * (_SHORT_BYTES if rounds else FLOAT_BYTES)
+    token_bytes = kv_heads * kv_bytes
     for row in range(first, end):
         source = heads + row * stride
         row_cos, row_sin = cos + row * rotary_bytes, sin + row * rotary_bytes
@@ -129,10 +141,25 @@ def _place_heads(first, end, arguments):  # type: ignore[no-untyped-def] # pragm
             source += head_bytes
         key = pages + (int64s(write_pages)[row] * 2 * page_size + int64s(write_slots)[row]) * token_bytes
         for head in range(kv_heads):
-            target = key + head * head_bytes
-            _place_head(source, target, head_bytes, k_norm, eps, row_cos, row_sin, rotary_bytes)
+            target = key + head * kv_bytes
+            if rounds:
+                _place_head(source, source, head_bytes, k_norm, eps, row_cos, row_sin, rotary_bytes)
+                _round(source, target, head_dim // LANES)
+            else:
+                _place_head(source, target, head_bytes, k_norm, eps, row_cos, row_sin, rotary_bytes)
             source += head_bytes
-        _copy(source, key + page_size * token_bytes, token_bytes // _VECTOR_BYTES)
+        if rounds:
+            _round(source, key + page_size * token_bytes, kv_heads * head_dim // LANES)
+        else:
+            _copy(source, key + page_size * token_bytes, kv_heads * head_dim // LANES)
+
+
+def _place_float32(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    _place_heads(False, first, end, arguments)
+
+
+def _place_bfloat16(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    _place_heads(True, first, end, arguments)
 
 
 def _add_rows(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
@@ -170,9 +197,13 @@ def _gather_float16(first, end, arguments):  # type: ignore[no-untyped-def] # pr
 _four_words, _five_words, _sixteen_words = words(4), words(5), words(16)
 #: Their items are rows.
 normalize_rows = Kernel(_normalize_rows, "iiifi", items_to_share=ROWS_FOR_THREADS)
-place_heads = Kernel(_place_heads, "iiiiiii" + "f" + "iiiiiiii", items_to_share=ROWS_FOR_THREADS)
 add_rows = Kernel(_add_rows, "iiiii", items_to_share=ROWS_FOR_THREADS)
 gather_rows = Kernel(_gather_rows, "iiii", items_to_share=ROWS_FOR_THREADS)
+#: By the type of K and V in the pages.
+PLACE_HEADS: Mapping[str, Kernel] = {
+    name: Kernel(function, "iiiiiii" + "f" + "iiiiiiii", items_to_share=ROWS_FOR_THREADS)
+    for name, function in (("float32", _place_float32), ("bfloat16", _place_bfloat16))
+}
 #: By torch's type of the table.
 GATHER: Mapping[torch.dtype, Kernel] = {
     torch.float32: gather_rows,

@@ -240,6 +240,18 @@ class Vectors:
         """As the function of this name."""
         store_bfloat16(builder, value, address, ir.VectorType(_BFLOAT, self.lanes))
 
+    def store_rounded(self, builder: Any, value: Any, address: Any) -> None:
+        """As bfloat16, rounded to the nearest, or of two to the even one: the same bits on all CPUs, and torch's.
+
+        The instruction for it makes zero of denormal numbers, and not every CPU has it.
+        """
+        bits = builder.bitcast(value, self._integers)
+        last = builder.and_(builder.lshr(bits, self.integers(16)), self.integers(1))
+        rounded = builder.lshr(builder.add(bits, builder.add(last, self.integers(0x7FFF))), self.integers(16))
+        upper = builder.select(builder.fcmp_unordered("uno", value, value), self.integers(0x7FC0), rounded)
+        halves = builder.trunc(upper, ir.VectorType(_SHORT, self.lanes))
+        builder.store(halves, builder.inttoptr(address, halves.type.as_pointer())).align = SHORT_BYTES
+
     def negative(self, builder: Any, vector: Any) -> Any:
         return builder.fsub(self.constant(-0.0), vector)
 

@@ -1,6 +1,7 @@
 """Paged attention on the CPU, float32, without gathering: blocks of query rows walk the pages of their sequence.
 
-Pages hold float32, or bfloat16, which becomes float32 in registers, exactly; all else is the same.
+Pages hold float32, or numbers of fewer bits, which become float32 in registers, exactly. The scale of a head's whole
+numbers is applied to its score, and to the weight of its values.
 
 All rows of a block, and all query heads that share a KV head, use a page together while it is in the L1 cache. Up to
 three heads share each vector that is loaded of V, and of K where the row is alone. A row that is alone reads a page in
@@ -22,6 +23,7 @@ from tandem.engine.attention.reference import AttentionParams
 from tandem.engine.cpu import vector_ir as vir
 from tandem.engine.cpu.atomics import float32s, int32s, int64s, real, words
 from tandem.engine.cpu.threads import Kernel
+from tandem.engine.cpu.vector_ir import BFLOAT16, FLOAT32, INT8, KV_ITEM_BYTES, SCALE_BYTES
 from tandem.engine.huge_pages import FLOAT_BYTES, LINE_BYTES
 from tandem.engine.layout import KVLayout
 
@@ -29,9 +31,6 @@ _vec = vir.Vectors(16 if vir.has_wide_vectors() else 8)
 #: What the length of a head must be a multiple of: half a vector of sixteen may be left beyond whole ones.
 _HEAD_UNIT = 8
 _half = vir.Vectors(_HEAD_UNIT) if _vec.lanes > _HEAD_UNIT else None
-#: What pages hold, and the bytes of a number there.
-_FLOAT32, _BFLOAT16 = range(2)
-_ITEM_BYTES = (FLOAT_BYTES, vir.SHORT_BYTES)
 # Numba takes these for constants.
 _LANES, _VECTOR_BYTES = _vec.lanes, _vec.num_bytes
 #: Rows of a chunk that go over a page together.
@@ -47,8 +46,10 @@ _NEAR_BYTES = 8192
 
 def _kv_loader(vec: vir.Vectors, kind: int) -> Callable[[Any, Any], Any]:
     """Makes float32 of the numbers of pages at an address, in a register."""
-    if kind == _BFLOAT16:
+    if kind == BFLOAT16:
         return lambda builder, address: vec.load_bfloat16(builder, address, alignment=vir.SHORT_BYTES)
+    if kind == INT8:
+        return lambda builder, address: vec.load_int8(builder, address, alignment=1)
     return vec.load
 
 
@@ -58,7 +59,7 @@ def _score_tile(kind: int, num_heads: int, num_slots: int, *, ahead: bool, unrol
     Arguments, in addresses, bytes and counts: queries, the bytes of one, keys, their stride, scores, their stride from
     head to head; how far on to prefetch, where `ahead`, beside `_NEAR_BYTES`; then the scale.
     """
-    item_bytes = _ITEM_BYTES[kind]
+    item_bytes = KV_ITEM_BYTES[kind]
 
     def emit(
         builder: Any, query: Any, num_bytes: Any, key: Any, key_stride: Any, scores: Any, stride: Any, distance: Any,
@@ -107,9 +108,16 @@ def _score_tile(kind: int, num_heads: int, num_slots: int, *, ahead: bool, unrol
             with builder.if_then(builder.icmp_unsigned("<", rest, num_bytes), likely=False):
                 add(whole, _half)
         totals = [builder.load(total) for head_sums in sums for total in head_sums]
+        scales = []
+        if SCALE_BYTES[kind]:
+            behind = builder.add(key, builder.udiv(num_bytes, num_bytes.type(FLOAT_BYTES // item_bytes)))
+            scales = [vir.load_real(builder, vir.advance(builder, behind, key_stride, n)) for n in range(num_slots)]
         for first in range(0, len(totals), _LANES):
             some = totals[first : first + _LANES]
             scaled = builder.fmul(_vec.sums_of(builder, some), _vec.spread(builder, scale))
+            if scales:
+                by_lane = [scales[(first + lane) % num_slots] for lane in range(len(some))]
+                scaled = builder.fmul(scaled, _vec.gather(builder, by_lane))
             for begin in range(0, len(some), num_slots):
                 row = vir.advance(builder, scores, stride, (first + begin) // num_slots)
                 _vec.store_part(builder, scaled, begin, num_slots, row)
@@ -126,7 +134,7 @@ def _value_tile(
     Arguments, in addresses, bytes and counts: weights, their stride from head to head, values, their stride, slots,
     sums, their stride; how far ahead to prefetch, where `ahead`.
     """
-    part_bytes = vec.lanes * _ITEM_BYTES[kind]
+    part_bytes = vec.lanes * KV_ITEM_BYTES[kind]
 
     def emit(
         builder: Any,
@@ -178,8 +186,8 @@ def _choose(builder: Any, is_so: Any, then: Callable[[], None], otherwise: Calla
 def _tiles_by(make: Callable[[int, bool, bool], Callable[..., None]], num_addresses: int, num_floats: int) -> Any:
     """A function for Numba's code that calls one of several tiles.
 
-    Its arguments are how many heads (1 to `_TILE_HEADS`), whether it is the large tile, how far ahead to prefetch (0:
-    not at all); and then those of a tile, of which that distance is the last address.
+    Its arguments are how many heads (1 to `_TILE_HEADS`), whether it is the large tile, and then those of a tile, of
+    whose addresses the last is how far ahead to prefetch: at 0 it is a tile that does not.
 
     Args:
         make: a tile by number of heads, whether it is large, and whether it prefetches.
@@ -247,7 +255,7 @@ _exponentials = vir.kernel(2, 1, types.float32, _emit_exponentials)
 
 def _scores_of(kind: int) -> Any:
     # A line is fetched once: where it holds several vectors, these are of one step.
-    per_line = max(1, LINE_BYTES // (_LANES * _ITEM_BYTES[kind])) if kind != _FLOAT32 else 1
+    per_line = max(1, LINE_BYTES // (_LANES * KV_ITEM_BYTES[kind])) if kind != FLOAT32 else 1
     return _tiles_by(
         lambda heads, large, ahead: _score_tile(
             kind, heads, _TILE_SLOTS if large else 1, ahead=ahead, unrolled=per_line if ahead else 1
@@ -270,10 +278,23 @@ def _values_of_half(kind: int) -> Any:
     return vir.kernel(8, 0, types.void, _value_tile(kind, 1, 1, ahead=False, vec=vec))
 
 
-_scores_float32, _scores_bfloat16 = map(_scores_of, (_FLOAT32, _BFLOAT16))
-_many_float32, _many_bfloat16 = map(_scores_of_many, (_FLOAT32, _BFLOAT16))
-_values_float32, _values_bfloat16 = map(_values_of, (_FLOAT32, _BFLOAT16))
-_half_float32, _half_bfloat16 = map(_values_of_half, (_FLOAT32, _BFLOAT16))
+_KINDS = FLOAT32, BFLOAT16, INT8
+_scores_float32, _scores_bfloat16, _scores_int8 = map(_scores_of, _KINDS)
+_many_float32, _many_bfloat16, _many_int8 = map(_scores_of_many, _KINDS)
+_values_float32, _values_bfloat16, _values_int8 = map(_values_of, _KINDS)
+_half_float32, _half_bfloat16, _half_int8 = map(_values_of_half, _KINDS)
+
+
+def _emit_scale(builder: Any, weights: Any, scales: Any, stride: Any, slots: Any) -> None:
+    """Multiplies the weights of some slots with the scales of their values, which are `stride` bytes apart."""
+    one = slots.type(FLOAT_BYTES)
+    with cgutils.for_range(builder, slots) as loop:
+        place = vir.advance(builder, weights, one, loop.index)
+        scale = vir.load_real(builder, vir.advance(builder, scales, stride, loop.index))
+        vir.store_real(builder, builder.fmul(vir.load_real(builder, place), scale), place)
+
+
+_scale = vir.kernel(4, 0, types.void, _emit_scale)
 
 
 @numba.njit(nogil=True, inline="always")
@@ -283,8 +304,10 @@ def _score(kind, heads, query, head_bytes, key, token_bytes, slots, scores, stri
     while slot < slots:
         four = slots - slot >= _TILE_SLOTS
         k, s = key + slot * token_bytes, scores + slot * FLOAT_BYTES
-        if kind == _BFLOAT16:
+        if kind == BFLOAT16:
             _scores_bfloat16(heads, four, query, head_bytes, k, token_bytes, s, stride, ahead, scale)
+        elif kind == INT8:
+            _scores_int8(heads, four, query, head_bytes, k, token_bytes, s, stride, ahead, scale)
         else:
             _scores_float32(heads, four, query, head_bytes, k, token_bytes, s, stride, ahead, scale)
         slot += _TILE_SLOTS if four else 1
@@ -296,8 +319,10 @@ def _score_many(kind, query, head_bytes, key, token_bytes, slots, room, scores, 
     slot = 0
     while slot + _LANES <= room and slot < slots:
         k, s = key + slot * token_bytes, scores + slot * FLOAT_BYTES
-        if kind == _BFLOAT16:
+        if kind == BFLOAT16:
             _many_bfloat16(1, True, query, head_bytes, k, token_bytes, s, 0, ahead, scale)
+        elif kind == INT8:
+            _many_int8(1, True, query, head_bytes, k, token_bytes, s, 0, ahead, scale)
         else:
             _many_float32(1, True, query, head_bytes, k, token_bytes, s, 0, ahead, scale)
         slot += _LANES
@@ -310,13 +335,15 @@ def _score_many(kind, query, head_bytes, key, token_bytes, slots, room, scores, 
 def _add_values(kind, heads, weights, stride, value, token_bytes, slots, total, head_bytes, ahead):  # type: ignore[no-untyped-def] # pragma: no cover
     """Adds the values of `slots` tokens, weighted, to `heads` sums (1 to 3), which have `head_bytes`."""
     vectors = head_bytes // _VECTOR_BYTES
-    part_bytes = _LANES * _ITEM_BYTES[kind]
+    part_bytes = _LANES * KV_ITEM_BYTES[kind]
     done = 0
     while done < vectors:
         four = vectors - done >= 4
         v, t = value + done * part_bytes, total + done * _VECTOR_BYTES
-        if kind == _BFLOAT16:
+        if kind == BFLOAT16:
             _values_bfloat16(heads, four, weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
+        elif kind == INT8:
+            _values_int8(heads, four, weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
         else:
             _values_float32(heads, four, weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
         done += 4 if four else 1
@@ -324,14 +351,31 @@ def _add_values(kind, heads, weights, stride, value, token_bytes, slots, total, 
         v = value + vectors * part_bytes
         for head in range(heads):
             t, w = total + head * head_bytes + vectors * _VECTOR_BYTES, weights + head * stride
-            if kind == _BFLOAT16:
+            if kind == BFLOAT16:
                 _half_bfloat16(w, stride, v, token_bytes, slots, t, head_bytes, ahead)
+            elif kind == INT8:
+                _half_int8(w, stride, v, token_bytes, slots, t, head_bytes, ahead)
             else:
                 _half_float32(w, stride, v, token_bytes, slots, t, head_bytes, ahead)
 
 
 @numba.njit(nogil=True, inline="always")
-def _walk_row(kind, adds, vectors, head_bytes, kv_heads, group, kv, token_bytes, slots, scores, stride, ahead, scale):  # type: ignore[no-untyped-def] # pragma: no cover
+def _walk_row(
+    kind,
+    adds,
+    vectors,
+    head_bytes,
+    kv_heads,
+    group,
+    kv,
+    kv_bytes,
+    token_bytes,
+    slots,
+    scores,
+    stride,
+    ahead,
+    scale,
+):  # type: ignore[no-untyped-def] # pragma: no cover
     """One row's heads over `slots` keys or values of each of `kv_heads`, tile by tile in the order of memory.
 
     Scores of the queries `vectors` with keys or, where it `adds`, values weighted by `scores` and added to `vectors`.
@@ -339,7 +383,7 @@ def _walk_row(kind, adds, vectors, head_bytes, kv_heads, group, kv, token_bytes,
     for slot in range(0, slots, _TILE_SLOTS):
         count = min(_TILE_SLOTS, slots - slot)
         for kv_head in range(kv_heads):
-            at = kv + slot * token_bytes + kv_head * (head_bytes // FLOAT_BYTES * _ITEM_BYTES[kind])
+            at = kv + slot * token_bytes + kv_head * kv_bytes
             fetch = ahead
             for member in range(0, group, _TILE_HEADS):
                 heads, first = min(_TILE_HEADS, group - member), kv_head * group + member
@@ -392,7 +436,7 @@ def _attend(kind, first, end, arguments):  # type: ignore[no-untyped-def] # prag
     own = kv_heads // splits
     num_own = own * group
     head_bytes = head_dim * FLOAT_BYTES
-    kv_bytes = head_dim * _ITEM_BYTES[kind]
+    kv_bytes = head_dim * KV_ITEM_BYTES[kind] + SCALE_BYTES[kind]
     token_bytes = kv_heads * kv_bytes
     padded = (page_size + _LANES - 1) // _LANES * _LANES
     blocks = numba.carray(int64s(blocks_at), (num_blocks, 4))
@@ -426,14 +470,18 @@ def _attend(kind, first, end, arguments):  # type: ignore[no-untyped-def] # prag
                 key = page + first_head * kv_bytes + low * token_bytes
                 queries = query + (first_row * num_heads + first_head * group) * head_bytes
                 _walk_row(
-                    kind, False, queries, head_bytes, own, group, key, token_bytes, slots, at, stride, ahead, scaling
+                    kind, False, queries, head_bytes, own, group, key, kv_bytes, token_bytes, slots, at, stride, ahead,
+                    scaling,
                 )  # fmt: skip
+                value = key + page_size * token_bytes
                 for head in range(num_own):
                     _weigh(scores, at + head * stride, head, slots, softcap, total, weight_sum, greatest, 0, head)
-                value = key + page_size * token_bytes
+                    if SCALE_BYTES[kind]:
+                        _scale(at + head * stride, value + head // group * kv_bytes + head_dim, token_bytes, slots)
                 sums = total.ctypes.data
                 _walk_row(
-                    kind, True, sums, head_bytes, own, group, value, token_bytes, slots, at, stride, ahead, scaling
+                    kind, True, sums, head_bytes, own, group, value, kv_bytes, token_bytes, slots, at, stride, ahead,
+                    scaling,
                 )  # fmt: skip
                 continue
             for kv_head in range(own):
@@ -447,19 +495,22 @@ def _attend(kind, first, end, arguments):  # type: ignore[no-untyped-def] # prag
                     head = (first_row + row) * num_heads + (first_head + kv_head) * group
                     for member in range(group):
                         _score_many(
-                            kind, query + (head + member) * head_bytes, head_bytes, keys + low * token_bytes, token_bytes,
-                            slots, page_size - low, at + (row * group + member) * stride, fetch, scaling,
+                            kind, query + (head + member) * head_bytes, head_bytes, keys + low * token_bytes,
+                            token_bytes, slots, page_size - low, at + (row * group + member) * stride, fetch, scaling,
                         )  # fmt: skip
                         fetch = 0
                 for row in range(num_rows):
-                    _, slots = _seen(first_position + row - index * page_size, page_size, window)
+                    low, slots = _seen(first_position + row - index * page_size, page_size, window)
                     if slots < 1:
                         continue
+                    value = keys + (page_size + low) * token_bytes
                     for member in range(group):
                         head, place = kv_head * group + member, row * group + member
                         _weigh(
                             scores, at + place * stride, place, slots, softcap, total, weight_sum, greatest, row, head
                         )
+                        if SCALE_BYTES[kind]:
+                            _scale(at + place * stride, value + head_dim, token_bytes, slots)
                 fetch = ahead
                 for row in range(num_rows):
                     low, slots = _seen(first_position + row - index * page_size, page_size, window)
@@ -481,18 +532,22 @@ def _attend(kind, first, end, arguments):  # type: ignore[no-untyped-def] # prag
 
 
 def _attend_float32(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    _attend(_FLOAT32, first, end, arguments)
+    _attend(FLOAT32, first, end, arguments)
 
 
 def _attend_bfloat16(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    _attend(_BFLOAT16, first, end, arguments)
+    _attend(BFLOAT16, first, end, arguments)
+
+
+def _attend_int8(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    _attend(INT8, first, end, arguments)
 
 
 _sixteen_words = words(16)
 #: By the type of K and V in the pages. Their items are blocks, times the parts of their KV heads.
 ATTEND: Mapping[str, Kernel] = {
     name: Kernel(function, "iii" + "iiii" + "iiiii" + "fif" + "i")
-    for name, function in (("float32", _attend_float32), ("bfloat16", _attend_bfloat16))
+    for name, function in (("float32", _attend_float32), ("bfloat16", _attend_bfloat16), ("int8", _attend_int8))
 }
 
 

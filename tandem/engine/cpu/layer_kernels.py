@@ -17,7 +17,9 @@ from numba.core import cgutils
 from tandem.engine.cpu import vector_ir as vir
 from tandem.engine.cpu.atomics import int64s, real, words
 from tandem.engine.cpu.threads import Kernel
+from tandem.engine.cpu.vector_ir import BFLOAT16, FLOAT32, INT8, KV_ITEM_BYTES, SCALE_BYTES
 from tandem.engine.huge_pages import FLOAT_BYTES
+from tandem.engine.kv_numbers import GREATEST, LEAST
 
 #: What widths are multiples of. Vectors are of eight on every CPU: memory sets the pace, and sums are the same bits.
 LANES = 8
@@ -82,6 +84,29 @@ def _emit_round(builder: Any, x: Any, y: Any, vectors: Any) -> None:
         _vec.store_rounded(builder, part, vir.advance(builder, y, y_stride, loop.index))
 
 
+def _emit_quantize(builder: Any, x: Any, y: Any, vectors: Any) -> None:
+    """A head of so many vectors from `x` to `y`, as `kv_numbers.encode` makes `int8` of it."""
+    x_stride, y_stride = vectors.type(_vec.num_bytes), vectors.type(_vec.lanes)
+    peak = cgutils.alloca_once_value(builder, _vec.constant(0.0))
+    wrong = cgutils.alloca_once_value(builder, _vec.constant(0.0))
+    with cgutils.for_range(builder, vectors) as loop:
+        part = _vec.load(builder, vir.advance(builder, x, x_stride, loop.index))
+        builder.store(_vec.greater(builder, _vec.absolute(builder, part), builder.load(peak)), peak)
+        # Zero of what is finite, and NaN of what is not.
+        builder.store(builder.fadd(builder.load(wrong), builder.fsub(part, part)), wrong)
+    greatest = _vec.greatest_of(builder, builder.load(peak))
+    has_size = builder.fcmp_ordered(">=", greatest, vir.REAL(LEAST))
+    zero = vir.REAL(0.0)
+    inverse = builder.select(has_size, builder.fdiv(vir.REAL(float(GREATEST)), greatest), zero)
+    scale = builder.select(has_size, builder.fdiv(greatest, vir.REAL(float(GREATEST))), zero)
+    scale = builder.fadd(scale, _vec.sum_of(builder, builder.load(wrong)))
+    factor = _vec.spread(builder, inverse)
+    with cgutils.for_range(builder, vectors) as loop:
+        part = _vec.load(builder, vir.advance(builder, x, x_stride, loop.index))
+        _vec.store_int8(builder, builder.fmul(part, factor), vir.advance(builder, y, y_stride, loop.index))
+    vir.store_real(builder, scale, vir.advance(builder, y, y_stride, vectors))
+
+
 def _emit_sum(builder: Any, x: Any, other: Any, y: Any, vectors: Any) -> None:
     """`y = x + other`; `y` may be either."""
     stride = vectors.type(_vec.num_bytes)
@@ -96,6 +121,7 @@ _copy = _copy_by(_vec.load, FLOAT_BYTES)
 _copy_bfloat16 = _copy_by(_vec.load_bfloat16, _SHORT_BYTES)
 _copy_float16 = _copy_by(_vec.load_float16, _SHORT_BYTES)
 _round = vir.kernel(3, 0, types.void, _emit_round)
+_quantize = vir.kernel(3, 0, types.void, _emit_quantize)
 _sum = vir.kernel(4, 0, types.void, _emit_sum)
 
 
@@ -117,12 +143,23 @@ def _place_head(source, target, head_bytes, norm, eps, cos, sin, rotary_bytes): 
 
 
 @numba.njit(nogil=True, inline="always")
-def _place_heads(rounds, first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+def _place_kv(kind, source, target, head_dim):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """Writes a head of K or V as pages have it."""
+    if kind == BFLOAT16:
+        _round(source, target, head_dim // LANES)
+    elif kind == INT8:
+        _quantize(source, target, head_dim // LANES)
+    else:
+        _copy(source, target, head_dim // LANES)
+
+
+@numba.njit(nogil=True, inline="always")
+def _place_heads(kind, first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """Queries, turned, to `query[rows, num_heads, head_dim]`; keys, turned, and values into their slots.
 
     `heads` holds queries, keys and values of a row behind one another, rows `stride` bytes apart. `cos` and `sin` are
-    `[rows, rotary_dim]`; `pages` is one layer of the arena, `write_pages` and `write_slots` are int64. Where it
-    `rounds`, keys and values become bfloat16 there.
+    `[rows, rotary_dim]`; `pages` is one layer of the arena, `write_pages` and `write_slots` are int64. `kind` is of
+    what pages hold.
     """
     (
         heads, stride, num_heads, kv_heads, head_dim, q_norm, k_norm, eps_word, cos, sin, rotary_dim,
@@ -130,7 +167,7 @@ def _place_heads(rounds, first, end, arguments):  # type: ignore[no-untyped-def]
     ) = _sixteen_words(arguments)  # fmt: skip
     eps = real(eps_word)
     head_bytes, rotary_bytes = head_dim * FLOAT_BYTES, rotary_dim * FLOAT_BYTES
-    kv_bytes = head_dim * (_SHORT_BYTES if rounds else FLOAT_BYTES)
+    kv_bytes = head_dim * KV_ITEM_BYTES[kind] + SCALE_BYTES[kind]
     token_bytes = kv_heads * kv_bytes
     for row in range(first, end):
         source = heads + row * stride
@@ -142,24 +179,27 @@ def _place_heads(rounds, first, end, arguments):  # type: ignore[no-untyped-def]
         key = pages + (int64s(write_pages)[row] * 2 * page_size + int64s(write_slots)[row]) * token_bytes
         for head in range(kv_heads):
             target = key + head * kv_bytes
-            if rounds:
-                _place_head(source, source, head_bytes, k_norm, eps, row_cos, row_sin, rotary_bytes)
-                _round(source, target, head_dim // LANES)
-            else:
+            if kind == FLOAT32:
                 _place_head(source, target, head_bytes, k_norm, eps, row_cos, row_sin, rotary_bytes)
+            else:
+                _place_head(source, source, head_bytes, k_norm, eps, row_cos, row_sin, rotary_bytes)
+                _place_kv(kind, source, target, head_dim)
             source += head_bytes
-        if rounds:
-            _round(source, key + page_size * token_bytes, kv_heads * head_dim // LANES)
-        else:
-            _copy(source, key + page_size * token_bytes, kv_heads * head_dim // LANES)
+        for head in range(kv_heads):
+            _place_kv(kind, source, key + page_size * token_bytes + head * kv_bytes, head_dim)
+            source += head_bytes
 
 
 def _place_float32(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    _place_heads(False, first, end, arguments)
+    _place_heads(FLOAT32, first, end, arguments)
 
 
 def _place_bfloat16(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    _place_heads(True, first, end, arguments)
+    _place_heads(BFLOAT16, first, end, arguments)
+
+
+def _place_int8(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    _place_heads(INT8, first, end, arguments)
 
 
 def _add_rows(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
@@ -202,7 +242,7 @@ gather_rows = Kernel(_gather_rows, "iiii", items_to_share=ROWS_FOR_THREADS)
 #: By the type of K and V in the pages.
 PLACE_HEADS: Mapping[str, Kernel] = {
     name: Kernel(function, "iiiiiii" + "f" + "iiiiiiii", items_to_share=ROWS_FOR_THREADS)
-    for name, function in (("float32", _place_float32), ("bfloat16", _place_bfloat16))
+    for name, function in (("float32", _place_float32), ("bfloat16", _place_bfloat16), ("int8", _place_int8))
 }
 #: By torch's type of the table.
 GATHER: Mapping[torch.dtype, Kernel] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,11 @@ from tandem.engine.engine import Engine, SequenceInput
 from tests.scenarios.client import complete, events
 from tests.scenarios.processes import ProcessCluster, running
 
-CONFIG = {"model": {"served_names": ["*"]}, "cache": {"dtype": "bfloat16"}, "scheduling": {"mixed_pool": False}}
+CONFIG: dict[str, Any] = {
+    "model": {"served_names": ["*"]},
+    "cache": {"dtype": "bfloat16"},
+    "scheduling": {"mixed_pool": False},
+}
 PROMPT = list(range(300, 420))
 NUM_NEW = 60
 
@@ -31,7 +36,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster
 
 def greedy(engine: Engine, prompt: list[int], num_new: int) -> list[int]:
     """Of a prompt in one piece, then token by token."""
-    pages, tokens, start, found = range(engine.num_pages), prompt, 0, []
+    pages, tokens, start = range(engine.num_pages), prompt, 0
+    found: list[int] = []
     while len(found) < num_new:
         logits = engine.forward([SequenceInput(tokens, start, pages, 1)])
         start, tokens = start + len(tokens), [int(logits[0].argmax())]
@@ -48,7 +54,7 @@ def test_prefill_and_decode_say_what_one_engine_says(cluster: ProcessCluster, en
 
 
 def test_a_decode_worker_that_dies_changes_no_token(cluster: ProcessCluster) -> None:
-    fields = {"max_tokens": 200, "ignore_eos": True, "temperature": 0.8, "seed": 6}
+    fields: dict[str, Any] = {"max_tokens": 600, "ignore_eos": True, "temperature": 0.8, "seed": 6}
     expected = complete(cluster.url, PROMPT, **fields).token_ids
     ids: list[int] = []
     for event in events(cluster.url, PROMPT, **fields):

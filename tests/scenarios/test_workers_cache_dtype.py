@@ -48,7 +48,8 @@ def engine(worker_model_dir: Path, dtype: str) -> Engine:
 
 def greedy(engine: Engine, prompt: Sequence[int], num_new: int = NUM_NEW) -> list[int]:
     """Of one engine alone: the prompt in one piece, then token by token."""
-    tokens, start, found = list(prompt), 0, []
+    tokens, start = list(prompt), 0
+    found: list[int] = []
     while len(found) < num_new:
         logits = engine.forward([SequenceInput(tokens, start, range(engine.num_pages), 1)])
         start, tokens = start + len(tokens), [int(logits[0].argmax())]

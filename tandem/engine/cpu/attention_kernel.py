@@ -360,7 +360,7 @@ def _add_values(kind, heads, weights, stride, value, token_bytes, slots, total, 
 
 
 @numba.njit(nogil=True, inline="always")
-def _walk_row(
+def _walk_row(  # type: ignore[no-untyped-def] # pragma: no cover
     kind,
     adds,
     vectors,
@@ -375,7 +375,7 @@ def _walk_row(
     stride,
     ahead,
     scale,
-):  # type: ignore[no-untyped-def] # pragma: no cover
+):
     """One row's heads over `slots` keys or values of each of `kv_heads`, tile by tile in the order of memory.
 
     Scores of the queries `vectors` with keys or, where it `adds`, values weighted by `scores` and added to `vectors`.

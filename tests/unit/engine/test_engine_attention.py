@@ -48,9 +48,13 @@ def ragged(layout: KVLayout, spans: list[tuple[int, int]], seed: int) -> tuple[K
         pages, free = free[:count], free[count:]
         inputs.append(SequenceInput([0] * (end - start), start, pages, 0))
         tokens = np.arange(end)
-        place = np.array(pages)[tokens // layout.page_size], tokens % layout.page_size
+        place = (
+            torch.from_numpy(np.array(pages)[tokens // layout.page_size]),
+            torch.from_numpy(tokens % layout.page_size),
+        )
         numbers = generator.standard_normal((2, end, layout.num_kv_heads, layout.head_dim), dtype=np.float32)
-        arena.write(0, tuple(map(torch.from_numpy, place)), *torch.from_numpy(numbers))  # type: ignore[arg-type]
+        key, value = torch.from_numpy(numbers)
+        arena.write(0, place, key, value)
     return arena, build_batch(inputs, layout.page_size, torch.device("cpu"))
 
 

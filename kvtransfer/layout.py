@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from tandem.core.dtypes import DTYPE_BYTES
+from tandem.core.dtypes import PAGE_DTYPES, kv_head_bytes
 from tandem.core.errors import IncompatibleError
-
-# Beyond what weights may have: KV that is quantised.
-_ITEM_BYTES = DTYPE_BYTES | {"float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutId:
     """The shape and meaning of one extent: `[K|V][slot][kv_head][head_dim]` of one page of one layer.
+
+    Behind each head of whole numbers is its scale.
 
     Two arenas with equal layouts may differ in their number of pages and in nothing else.
 
@@ -39,9 +38,9 @@ class LayoutId:
         Raises:
             IncompatibleError: `dtype` is not one whose size is known.
         """
-        if self.dtype not in _ITEM_BYTES:
-            raise IncompatibleError(f"unknown KV dtype {self.dtype!r}; known: {', '.join(sorted(_ITEM_BYTES))}")
-        return 2 * self.page_size * self.num_kv_heads * self.head_dim * _ITEM_BYTES[self.dtype]
+        if self.dtype not in PAGE_DTYPES:
+            raise IncompatibleError(f"unknown KV dtype {self.dtype!r}; known: {', '.join(sorted(PAGE_DTYPES))}")
+        return 2 * self.page_size * self.num_kv_heads * kv_head_bytes(self.dtype, self.head_dim)
 
     @property
     def token_bytes(self) -> int:

@@ -17,6 +17,7 @@ from tandem.cluster.launch.arguments import add_commands as add_launch_commands
 from tandem.cluster.watch.arguments import add_commands as add_watch_commands
 from tandem.core.arguments import Parser, PoolSizes, pool_sizes, port, whole
 from tandem.core.config import MAX_POOL, Config, load
+from tandem.core.dtypes import KV_DTYPES
 from tandem.core.errors import NOT_RUNNING, NotRunningError, TandemError
 from tandem.plan.arguments import add_command_to as add_plan_command
 from tandem.sim.arguments import add_command_to as add_sim_command
@@ -150,7 +151,7 @@ def _add_serving_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--served-model-name", nargs="+", metavar="NAME", help="names of the model in requests; `*` accepts any name"
     )
-    command.add_argument("--dtype", choices=_DTYPES, help="type of weights and KV (default: auto)")
+    command.add_argument("--dtype", choices=_DTYPES, help="type of weights and arithmetic (default: auto)")
     command.add_argument(
         "--quantize", choices=_QUANTIZE, help="round weights to so many bits when they are loaded (default: none)"
     )
@@ -160,6 +161,7 @@ def _add_serving_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--time-model", metavar="FILE", help="how long the steps of a simulated engine take: a scenario of `tandem sim`"
     )
+    command.add_argument("--cache-dtype", choices=KV_DTYPES, help="type of KV in the pages (default: auto)")
     command.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
     command.add_argument("--port", type=port, metavar="N", help="HTTP port (default: 8000)")
     command.add_argument(
@@ -270,6 +272,7 @@ def _config(options: argparse.Namespace) -> Config:
         "model.quantize": options.quantize,
         "model.engine": options.engine,
         "model.time_model": options.time_model,
+        "cache.dtype": options.cache_dtype,
         "http.host": options.host,
         "http.port": options.port,
         "http.api_keys_file": options.api_keys_file,

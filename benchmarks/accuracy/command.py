@@ -34,6 +34,8 @@ WAYS: dict[str, dict[str, str]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"quantize": "int8"},
     "int4": {"quantize": "int4"},
+    "KV in bfloat16": {"dtype": "float32", "cache_dtype": "bfloat16"},
+    "KV in int8": {"dtype": "float32", "cache_dtype": "int8"},
 }
 
 
@@ -70,7 +72,7 @@ def measure(sizes: AccuracySizes, tell: Callable[[str], None]) -> dict[str, Any]
         ways[name] = {
             **_distance(texts, exact, found),
             "num_recalled": sum(code in tokenizer.decode(_answer(engine, ids)) for ids, code in recalls),
-            "types": asdict(engine.types),
+            "types": {**asdict(engine.types), "pages": engine.layout.dtype},
         }
     return {
         "format": FORMAT,

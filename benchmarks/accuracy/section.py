@@ -26,7 +26,13 @@ class Gate:
 
 
 #: By way of computing.
-GATES = {"bfloat16": Gate(1.01), "int8": Gate(1.01), "int4": Gate(1.06)}
+GATES = {
+    "bfloat16": Gate(1.01),
+    "int8": Gate(1.01),
+    "int4": Gate(1.06),
+    "KV in bfloat16": Gate(1.01),
+    "KV in int8": Gate(1.01),
+}
 
 
 def section(content: dict[str, Any]) -> Iterator[str]:
@@ -41,7 +47,8 @@ def section(content: dict[str, Any]) -> Iterator[str]:
         f"likeliest token is the same, over {settings['num_texts']} stories of {content['num_tokens']:,} tokens in "
         f"all; and of {settings['num_recalls']} prompts of 400 to 900 tokens that hold a code, how many are answered "
         "with it. Its weights have 16 bits; `float32` computes with them exactly, `bfloat16` rounds what they are "
-        "multiplied with, `int8` and `int4` round them when they are loaded."
+        "multiplied with, `int8` and `int4` round them when they are loaded. With `KV in bfloat16` and `KV in int8` "
+        "(`cache.dtype`) all is as in `float32`, but for what the pages hold."
     )
     yield ""
     yield "| | perplexity | divergence, nats | same token | recalled | gate |"

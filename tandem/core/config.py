@@ -18,6 +18,7 @@ from typing import Any
 
 from tandem.core.config_tree import build, read_yaml
 from tandem.core.config_tree import key as _key
+from tandem.core.dtypes import KV_DTYPES
 from tandem.core.errors import ConfigError
 
 EMBEDDED_MODEL = "embedded"
@@ -37,9 +38,10 @@ class ModelConfig:
     )
     dtype: str = _key(
         "auto",
-        "Type of weights, arithmetic and KV. `auto` is the checkpoint's own on a GPU. On a CPU it is float32; weights "
+        "Type of weights and arithmetic. `auto` is the checkpoint's own on a GPU. On a CPU it is float32; weights "
         "of 16 bits stay so in memory, with the same results. `bfloat16`, and `auto` with such a checkpoint, has CPUs "
-        "that can (AVX512_BF16) multiply in it, sums and KV in float32; where some workers cannot, take float32.",
+        "that can (AVX512_BF16) multiply in it, sums in float32; where some workers cannot, take float32. KV has the "
+        "type of the sums, or `cache.dtype`.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     quantize: str = _key(
@@ -140,6 +142,14 @@ class CacheConfig:
     """KV pages of each worker."""
 
     page_size: int = _key(32, "Tokens in a page. Set a multiple of 256 for FlashAttention-2.", minimum=1)
+    dtype: str = _key(
+        "auto",
+        "Type of K and V in the pages. `auto` is the type that is computed in: float32 on a CPU, the model's own on a "
+        "GPU. On CPUs `bfloat16` keeps them in half of float32's bytes, and `int8` in little more than a quarter: so "
+        "many more tokens in the same memory, and fewer bytes to send, for answers that are a little other ones. All "
+        "workers of a cluster need the same.",
+        choices=KV_DTYPES,
+    )
     memory_bytes: int = _key(
         0, "Bytes of KV pages of each worker; 0: `memory_share` decides. Set it where workers share memory with other "
         "programs.", minimum=0

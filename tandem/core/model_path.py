@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.core.config import EMBEDDED_MODEL
-from tandem.core.dtypes import DTYPE_BYTES
+from tandem.core.dtypes import DTYPE_BYTES, kv_head_bytes
 from tandem.core.errors import ModelLoadError
 
 EMBEDDED_NAME = "tandem-tiny"
@@ -63,7 +63,7 @@ class ModelFacts:
         """Bytes of K and V of one token in all layers, `None` when the shape is not known."""
         if self.num_layers is None or self.num_kv_heads is None or self.head_dim is None:
             return None
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+        return 2 * self.num_layers * self.num_kv_heads * kv_head_bytes(dtype, self.head_dim)
 
     def weight_bytes(self, dtype: str) -> int:
         """Bytes of the weights once loaded as `dtype`."""

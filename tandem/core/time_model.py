@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tandem.core.config_tree import build, key, read_yaml
-from tandem.core.dtypes import DTYPE_BYTES
+from tandem.core.dtypes import PAGE_DTYPES, kv_head_bytes
 from tandem.core.errors import ConfigError
 from tandem.core.identity import Role
 from tandem.core.step_times import Card, Fitted, ModelSize, Roofline, StepTimes
@@ -41,7 +41,7 @@ class ModelSpec:
     kv_heads: int = key(8, "Of K and V.", minimum=1)
     head_dim: int = key(128, "Of a head.", minimum=1)
     weight_bits: int = key(16, "Of a parameter.", minimum=1)
-    kv_dtype: str = key("bfloat16", "Of K and V.", choices=("float32", "float16", "bfloat16"))
+    kv_dtype: str = key("bfloat16", "Of K and V.", choices=PAGE_DTYPES)
     output_tokens: int = key(200, "After which a simulated engine ends a text on average; 0: never.", minimum=0)
 
 
@@ -93,7 +93,7 @@ class TimeModel:
                 fitted.pair_ns * 1e-9,
             )
         model, card = self.model, self.card
-        token_bytes = 2 * model.layers * model.kv_heads * model.head_dim * DTYPE_BYTES[model.kv_dtype]
+        token_bytes = 2 * model.layers * model.kv_heads * kv_head_bytes(model.kv_dtype, model.head_dim)
         size = ModelSize(
             model.parameters, model.parameters * model.weight_bits / 8, token_bytes, model.layers, model.hidden_size
         )

@@ -8,6 +8,7 @@ import torch
 
 from tandem.core.errors import ConfigError
 from tandem.engine.huge_pages import map_memory, populate
+from tandem.engine.kv_numbers import STORED, encode
 from tandem.engine.layout import KVLayout
 
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -16,8 +17,9 @@ TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": 
 class KVArena:
     """All KV pages: one contiguous tensor `[layer][page][K|V][slot][kv_head][head_dim]`.
 
-    It is allocated once and never moves, so that a transport can register it once. On the CPU it starts on a page
-    boundary and takes physical memory only where it has been written. Who owns which page is not known here.
+    A head is as `kv_numbers` has it. The tensor is allocated once and never moves, so that a transport can register it
+    once. On the CPU it starts on a page boundary and takes physical memory only where it has been written. Who owns
+    which page is not known here.
 
     Raises `ConfigError` when the memory cannot be had.
     """
@@ -35,8 +37,8 @@ class KVArena:
             raise ConfigError(
                 f"cannot allocate {self.num_bytes} bytes for {num_pages} KV pages on {self.device}: {error}"
             ) from error
-        shape = (layout.num_layers, num_pages, 2, layout.page_size, layout.num_kv_heads, layout.head_dim)
-        self.tensor = self._bytes.view(TORCH_DTYPES[layout.dtype]).view(shape)
+        shape = (layout.num_layers, num_pages, 2, layout.page_size, layout.num_kv_heads, -1)
+        self.tensor = self._bytes.view(STORED[layout.dtype]).view(shape)
         # Views made once: the attention asks for them for every layer of every step.
         self._layers = tuple(self.tensor.unbind(0))
         self._keys = tuple(layer[:, 0] for layer in self._layers)
@@ -95,6 +97,19 @@ class KVArena:
     def _page_in(self, memory: memoryview) -> torch.Tensor:
         """A page in host memory as the arena's are seen."""
         return torch.frombuffer(memory, dtype=torch.uint8).view(self.layout.num_layers, self.layout.extent_bytes)
+
+    def write(
+        self, layer: int, place: tuple[torch.Tensor, torch.Tensor], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Write K and V of some tokens, `[T, kv_heads, head_dim]` each, to their pages and slots, `[T]` each."""
+        self._keys[layer].index_put_(place, encode(key, self.layout.dtype))
+        self._values[layer].index_put_(place, encode(value, self.layout.dtype))
+
+    def fill(self, layer: int, content: torch.Tensor) -> None:
+        """Write all of a layer, `[page][K|V][slot][kv_head][head_dim]`, or what can be expanded to that."""
+        layout = self.layout
+        shape = (self.num_pages, 2, layout.page_size, layout.num_kv_heads, layout.head_dim)
+        self._layers[layer].copy_(encode(content.to(self.device).expand(shape), layout.dtype))
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy the page `source` over the page `target` in all layers (copy on write)."""

@@ -53,7 +53,7 @@ class Engine:
         eos_token_ids: the ids that end a text.
         max_context: greatest number of tokens of a sequence, prompt and output.
         weights_sha256: of all that shapes KV; workers that differ in it must not share pages.
-        types: of weights, of what is computed, and of KV.
+        types: of weights, and of what is computed; that of KV in the pages is the layout's.
         shared: the memory in which other processes have the weights too; `None`: these are its own.
         attention: name of the attention kernel in use.
         fused: how many parts of which kind are replaced by fused ones, and whether the decoder is; for people.
@@ -121,6 +121,7 @@ class Engine:
         model_dir: str | os.PathLike[str],
         *,
         dtype: str = "auto",
+        cache_dtype: str = "auto",
         quantize: str = "none",
         page_size: int = 32,
         num_pages: int | None = None,
@@ -137,6 +138,7 @@ class Engine:
         Args:
             model_dir: a directory in the Hugging Face layout.
             dtype: of weights, computation and KV; "auto" is the checkpoint's own. On a CPU, see `loader.choose_types`.
+            cache_dtype: of K and V in the pages; "auto": as computed.
             quantize: "int8" or "int4": weights of linear layers are rounded to so many bits, on a CPU.
             page_size: token slots of a page.
             num_pages, kv_bytes: pages for sequences, or the greatest size of the arena; by default from the memory
@@ -169,9 +171,9 @@ class Engine:
             can_widen=own.can_widen,
             can_multiply_short=own.can_multiply_short,
         )
-        layout = loader.derive_layout(config, page_size, types.computed)
+        layout = loader.derive_layout(config, page_size, loader.choose_kv_dtype(cache_dtype, types, target))
         context = loader.context_of(config, max_context)
-        backend = own.attention(layout)
+        backend = own.attention(layout, types.computed)
         if probe:
             # The small copy runs on the CPU; a GPU's machine need not have what compiles kernels for that.
             probe_architecture(plain(config), own if target.type == "cpu" else TorchKernels())
@@ -184,7 +186,7 @@ class Engine:
         eos = loader.eos_of(model_dir, config)
         engine = cls(model, layout, make_arena, backend, eos, context, own, pooling, types, weight_register)
         _log.info(
-            "loaded %s as %s (weights %s, products of %s) on %s: %d pages of %d slots (%d bytes), %s attention, "
+            "loaded %s as %s (weights %s, products of %s) on %s: %d pages of %d slots in %s (%d bytes), %s attention, "
             "%s linear layers, fused: %s; %d threads%s",
             model_dir,
             types.computed,
@@ -193,6 +195,7 @@ class Engine:
             target,
             engine.num_pages,
             page_size,
+            layout.dtype,
             engine.arena.num_bytes,
             engine.attention,
             engine.linear,

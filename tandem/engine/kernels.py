@@ -62,8 +62,11 @@ class Kernels(Protocol):
     can_multiply_short: bool
     can_widen_float16: bool
 
-    def attention(self, layout: KVLayout) -> AttentionBackend:
-        """The kernel for pages of `layout`. Raises `ConfigError` where none takes them."""
+    def attention(self, layout: KVLayout, computed: str | None = None) -> AttentionBackend:
+        """The kernel for pages of `layout` and queries of the type `computed`, by default that of the pages.
+
+        Raises `ConfigError` where none takes them.
+        """
 
     def fuse(self, model: PreTrainedModel, layout: KVLayout, types: Types) -> Fused:
         """Replace parts of `model` by faster ones that give the same."""

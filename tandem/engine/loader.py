@@ -22,6 +22,7 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
+from tandem.core.dtypes import KV_DTYPES
 from tandem.core.errors import ConfigError, ModelLoadError, TandemError, UnsupportedModelError
 from tandem.core.pooling import Pooling, PoolingTask
 from tandem.engine.arena import TORCH_DTYPES
@@ -75,7 +76,8 @@ class Types:
     """Names of torch's types, without `torch.`.
 
     Attributes:
-        computed: of K and V, and of all that is computed; but of what linear layers multiply, see `multiplied`.
+        computed: of all that is computed; but of what linear layers multiply, see `multiplied`. K and V in the pages
+            may have fewer bits, see `choose_kv_dtype`.
         stored: of the weights in memory. Fewer bits than `computed` has are widened on the way.
         multiplied: of both factors in linear layers; sums are of `computed`.
         quantized: `int8` or `int4`: to whole numbers of so many bits the weights of linear layers are rounded once they
@@ -148,6 +150,21 @@ def choose_types(
     if dtype in ("auto", "float32"):
         return Types("float32", stored, "float32")
     return Types.all_of(dtype)
+
+
+def choose_kv_dtype(dtype: str, types: Types, device: torch.device) -> str:
+    """What `cache.dtype` means for a model that is computed so. Raises `ConfigError`."""
+    if dtype not in KV_DTYPES:
+        raise ConfigError(f"cache.dtype {dtype!r} is not one of {', '.join(KV_DTYPES)}", key="cache.dtype")
+    if dtype == "auto":
+        return types.computed
+    if device.type != "cpu" and dtype != types.computed:
+        raise ConfigError(
+            f"cache.dtype is {dtype}, but on {device} the pages have the type that is computed in, {types.computed}; "
+            "leave cache.dtype out, or set model.dtype",
+            key="cache.dtype",
+        )
+    return dtype
 
 
 def load_model(

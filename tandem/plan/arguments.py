@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.core.arguments import number, whole
-from tandem.core.dtypes import DTYPE_BYTES
+from tandem.core.dtypes import PAGE_DTYPES
 
 _AddCommand = Callable[..., argparse.ArgumentParser]
 
@@ -122,7 +122,7 @@ def _add_model(command: argparse.ArgumentParser) -> None:
         "--weight-bits", type=_above_0, default=16.0, metavar="N", help="of a parameter in memory (default: 16)"
     )
     command.add_argument(
-        "--kv-dtype", choices=sorted(DTYPE_BYTES), default="bfloat16", help="of K and V (default: bfloat16)"
+        "--kv-dtype", choices=sorted(PAGE_DTYPES), default="bfloat16", help="of K and V (default: bfloat16)"
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from tandem.core.config import Config
 from tandem.core.config_tree import build, key, read_yaml
-from tandem.core.dtypes import DTYPE_BYTES
+from tandem.core.dtypes import PAGE_DTYPES
 from tandem.core.errors import ConfigError
 from tandem.plan.calculators import Machine, Served, kv_room
 from tandem.plan.cards import find_card
@@ -24,7 +24,7 @@ class ServedSpec:
 
     name: str = key("llama-3-8b", "A known model, or a directory with a config.json.")
     weight_bits: float = key(16.0, "Of a parameter in memory.", minimum=1)
-    kv_dtype: str = key("bfloat16", "Of K and V.", choices=tuple(DTYPE_BYTES))
+    kv_dtype: str = key("bfloat16", "Of K and V.", choices=PAGE_DTYPES)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.core.dtypes import DTYPE_BYTES
+from tandem.core.dtypes import kv_head_bytes
 from tandem.core.errors import ConfigError
 from tandem.core.step_times import ModelSize
 
@@ -58,7 +58,7 @@ class ModelShape:
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """K and V of one token in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+        return 2 * self.layers * self.kv_heads * kv_head_bytes(dtype, self.head_dim)
 
     def weight_bytes(self, bits: float) -> float:
         return self.num_parameters * bits / 8

@@ -45,6 +45,7 @@ def load_engine(
     engine = Engine.load(
         model_dir,
         dtype=config.model.dtype,
+        cache_dtype=config.cache.dtype,
         quantize=config.model.quantize,
         page_size=config.cache.page_size,
         kv_bytes=kv_bytes,

@@ -88,6 +88,7 @@ class Preflight:
             ("network", self.check_network),
             ("certificates", lambda: check_certificates(self._security, local=self.local)),
             ("model", self.check_model),
+            ("pages", self.check_cache_dtype),
             ("context", self.check_context),
             ("page tiers", self.check_tiers),
             ("draft model", self.check_draft),
@@ -230,6 +231,21 @@ class Preflight:
         detail = f"{facts.name}: {facts.architecture}, {dtype}, weights {weights}, {facts.directory}"
         return Finding("model", "ok", detail)
 
+    def check_cache_dtype(self) -> Finding:
+        """GPUs keep K and V as they compute them."""
+        asked = self.config.cache.dtype
+        if self._time_model is not None:
+            return Finding("pages", "ok", "simulated")
+        if self._on_gpu and asked not in ("auto", self.dtype):
+            raise ConfigError(
+                f"cache.dtype is {asked}, but on GPUs pages have the type that is computed in, {self.dtype}; leave "
+                "cache.dtype out, or set model.dtype",
+                key="cache.dtype",
+            )
+        per_token = self.facts.kv_bytes_per_token(self.kv_dtype)
+        size = f", {human_bytes(per_token)} a token" if per_token is not None else ""
+        return Finding("pages", "ok", f"K and V in {self.kv_dtype}{size}")
+
     def check_context(self) -> Finding:
         cache, limit = self.config.cache, self.facts.max_positions
         if limit is not None and cache.max_context > limit:
@@ -294,6 +310,9 @@ class Preflight:
             )
         self._check_one_request_fits(pages)
         detail = f"{human_bytes(free)} free; {workers} workers with {human_bytes(pages)} of pages each"
+        if per_token := self.facts.kv_bytes_per_token(self.kv_dtype):
+            page_size = self.config.cache.page_size
+            detail += f", room for {pages // (per_token * page_size) * page_size:,} tokens in {self.kv_dtype}"
         return Finding("memory", "ok", detail)
 
     def check_token(self) -> Finding:
@@ -306,7 +325,7 @@ class Preflight:
         raise ConfigError(f"{detail}, and http.host is {self.config.http.host}; {remedy}", key="http.host")
 
     def _check_one_request_fits(self, pages: int) -> None:
-        per_token = self.facts.kv_bytes_per_token(self.dtype)
+        per_token = self.facts.kv_bytes_per_token(self.kv_dtype)
         context = self.config.cache.max_context or self.facts.max_positions
         if per_token is None or context is None:
             return  # the worker knows the model's shape and checks again
@@ -340,12 +359,17 @@ class Preflight:
         return read_facts(path, resolve_model(path, with_weights=self._time_model is None))
 
     @property
+    def kv_dtype(self) -> str:
+        """Of K and V in the pages."""
+        return self.dtype if self.config.cache.dtype == "auto" else self.config.cache.dtype
+
+    @property
     def dtype(self) -> str:
-        """Of what is computed, and of KV."""
+        """Of what is computed."""
         chosen = self.config.model.dtype
         if self._on_gpu:
             return (self.facts.dtype or "float32") if chosen == "auto" else chosen
-        # Where CPUs multiply bfloat16, KV is float32 all the same; the greater need is the safer guess.
+        # Where CPUs multiply bfloat16, sums and KV are float32 all the same; the greater need is the safer guess.
         return "float16" if chosen == "float16" else "float32"
 
     @property

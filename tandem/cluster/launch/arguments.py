@@ -10,7 +10,9 @@ from typing import Any
 
 from tandem.cluster.launch.hosts import DEFAULT_KEY, DEFAULT_NAME
 
-_SERVING = ("model", "served-model-name", "dtype", "host", "port", "prefill", "decode", "routers")
+_SERVING = (
+    "model", "served-model-name", "dtype", "quantize", "cache-dtype", "host", "port", "prefill", "decode", "routers",
+)  # fmt: skip
 
 
 def add_commands(

@@ -387,10 +387,11 @@ class Serving:
         self._reporter.line(f"  model       {facts.name} ({facts.architecture}, {size}) from {facts.directory}")
         if draft := plan.config.speculation.draft_model:
             self._reporter.line(f"  draft       {draft}, at each decode worker")
+        pages = "KV pages" if plan.config.cache.dtype == "auto" else f"{plan.config.cache.dtype} KV pages"
         self._reporter.line(
             f"  pools       {_sizes(pools.prefill)} prefill, {_sizes(pools.decode)} decode"
             + (f", {pools.routers} routers; " if pools.routers > 1 else "; ")
-            + (f"{human_bytes(share)} of KV pages each" if share else "each node decides on KV memory")
+            + (f"{human_bytes(share)} of {pages} each" if share else "each node decides on KV memory")
         )
 
 

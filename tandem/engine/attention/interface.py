@@ -90,8 +90,7 @@ def paged_attention(
     _refuse_shapes(module, query, key, value, context)
     batch, arena = context.batch, context.arena
     place = (batch.write_pages, batch.write_slots)
-    arena.keys(layer).index_put_(place, key[0].transpose(0, 1).to(arena.tensor.dtype))
-    arena.values(layer).index_put_(place, value[0].transpose(0, 1).to(arena.tensor.dtype))
+    arena.write(layer, place, key[0].transpose(0, 1), value[0].transpose(0, 1))
     params = AttentionParams(
         scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window=int(sliding_window) if sliding_window else 0,

@@ -8,6 +8,7 @@ import torch
 
 from tandem.engine.arena import KVArena
 from tandem.engine.batch import PagedBatch, SequenceRows
+from tandem.engine.kv_numbers import decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,8 @@ class AttentionParams:
 def gather(pages: torch.Tensor, table: torch.Tensor, begin: int, end: int) -> torch.Tensor:
     """Copy tokens `[begin, end)` of a sequence out of its pages.
 
-    `pages` is `[page][slot][kv_head][head_dim]`, `table` the page ids `[P]` of the sequence. Returns
-    `[end - begin, kv_heads, head_dim]`. Only these tokens are read: the rest of a page may be another's.
+    `pages` is `[page][slot][kv_head][head]`, `table` the page ids `[P]` of the sequence. Returns
+    `[end - begin, kv_heads, head]`. Only these tokens are read: the rest of a page may be another's.
     """
     page_size = pages.shape[1]
     first_page = begin // page_size
@@ -94,7 +95,9 @@ class ReferenceAttention:
     ) -> None:
         begin = params.first_visible(rows.start)
         table = torch.from_numpy(batch.block_tables[rows.index]).to(query.device)
-        key = gather(arena.keys(layer), table, begin, rows.end)
-        value = gather(arena.values(layer), table, begin, rows.end)
+        key, value = (
+            decode(gather(pages, table, begin, rows.end), arena.layout.dtype)
+            for pages in (arena.keys(layer), arena.values(layer))
+        )
         chunk = slice(rows.row, rows.row + rows.num_rows)
         output[chunk] = attend_math(query[chunk], key, value, rows.start, begin, params).to(query.dtype)

@@ -1,5 +1,8 @@
 """Paged attention on the CPU, float32, without gathering: blocks of query rows walk the pages of their sequence.
 
+Pages hold float32, or numbers of fewer bits, which become float32 in registers, exactly. The scale of a head's whole
+numbers is applied to its score, and to the weight of its values.
+
 All rows of a block, and all query heads that share a KV head, use a page together while it is in the L1 cache. Up to
 three heads share each vector that is loaded of V, and of K where the row is alone. A row that is alone reads a page in
 the order of memory, for all KV heads; several rows read it KV head by KV head. Softmax is online, page by page.
@@ -8,7 +11,7 @@ the order of memory, for all KV heads; several rows read it KV head by KV head. 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numba
@@ -20,6 +23,7 @@ from tandem.engine.attention.reference import AttentionParams
 from tandem.engine.cpu import vector_ir as vir
 from tandem.engine.cpu.atomics import float32s, int32s, int64s, real, words
 from tandem.engine.cpu.threads import Kernel
+from tandem.engine.cpu.vector_ir import BFLOAT16, FLOAT32, INT8, KV_ITEM_BYTES, SCALE_BYTES
 from tandem.engine.huge_pages import FLOAT_BYTES, LINE_BYTES
 from tandem.engine.layout import KVLayout
 
@@ -40,12 +44,22 @@ _TILE_SLOTS = 4
 _NEAR_BYTES = 8192
 
 
-def _score_tile(num_heads: int, num_slots: int, *, ahead: bool, unrolled: int = 1) -> Callable[..., None]:
+def _kv_loader(vec: vir.Vectors, kind: int) -> Callable[[Any, Any], Any]:
+    """Makes float32 of the numbers of pages at an address, in a register."""
+    if kind == BFLOAT16:
+        return lambda builder, address: vec.load_bfloat16(builder, address, alignment=vir.SHORT_BYTES)
+    if kind == INT8:
+        return lambda builder, address: vec.load_int8(builder, address, alignment=1)
+    return vec.load
+
+
+def _score_tile(kind: int, num_heads: int, num_slots: int, *, ahead: bool, unrolled: int = 1) -> Callable[..., None]:
     """Products of `num_heads` queries with the keys of `num_slots` slots, `unrolled` vectors of them at a time.
 
     Arguments, in addresses, bytes and counts: queries, the bytes of one, keys, their stride, scores, their stride from
     head to head; how far on to prefetch, where `ahead`, beside `_NEAR_BYTES`; then the scale.
     """
+    item_bytes = KV_ITEM_BYTES[kind]
 
     def emit(
         builder: Any, query: Any, num_bytes: Any, key: Any, key_stride: Any, scores: Any, stride: Any, distance: Any,
@@ -56,52 +70,71 @@ def _score_tile(num_heads: int, num_slots: int, *, ahead: bool, unrolled: int = 
             [cgutils.alloca_once_value(builder, _vec.constant(0.0)) for _ in range(num_slots)] for _ in range(num_heads)
         ]
 
-        def add(at: Any, load: Callable[[Any, Any], Any], num_vectors: int = 1) -> None:
-            places = [vir.offset(builder, at, n * _VECTOR_BYTES) for n in range(num_vectors)]
-            parts = [[load(builder, builder.add(start, place)) for place in places] for start in queries]
-            start = key
+        def add(index: Any, vec: vir.Vectors = _vec, num_vectors: int = 1) -> None:
+            """`index` counts whole vectors."""
+
+            def load(load_part: Callable[[Any, Any], Any], start: Any, size: int, n: int) -> Any:
+                part = load_part(builder, vir.offset(builder, start, n * vec.lanes * size))
+                return part if vec is _vec else _vec.widen(builder, part)
+
+            at, key_at = (builder.mul(index, index.type(_LANES * size)) for size in (FLOAT_BYTES, item_bytes))
+            parts = [
+                [load(vec.load, builder.add(start, at), FLOAT_BYTES, n) for n in range(num_vectors)]
+                for start in queries
+            ]
+            start = builder.add(key, key_at)
             for slot in range(num_slots):
-                for n, place in enumerate(places):
-                    key_at = builder.add(start, place)
-                    key_part = load(builder, key_at)
-                    if ahead:
-                        vir.prefetch(builder, builder.add(key_at, distance))
-                        vir.prefetch(builder, vir.offset(builder, key_at, _NEAR_BYTES))
+                for n in range(num_vectors):
+                    key_part = load(_kv_loader(vec, kind), start, item_bytes, n)
+                    if ahead and n * vec.lanes * item_bytes % LINE_BYTES == 0:
+                        place = vir.offset(builder, start, n * vec.lanes * item_bytes)
+                        vir.prefetch(builder, builder.add(place, distance))
+                        vir.prefetch(builder, vir.offset(builder, place, _NEAR_BYTES))
                     for head_parts, head_sums in zip(parts, sums, strict=True):
                         total = _vec.fma(builder, head_parts[n], key_part, builder.load(head_sums[slot]))
                         builder.store(total, head_sums[slot])
                 start = builder.add(start, key_stride)
 
-        vector_bytes, unroll = num_bytes.type(_VECTOR_BYTES), num_bytes.type(unrolled)
-        whole = builder.udiv(num_bytes, vector_bytes)
+        unroll = num_bytes.type(unrolled)
+        whole = builder.udiv(num_bytes, num_bytes.type(_VECTOR_BYTES))
         num_steps = builder.udiv(whole, unroll)
         with cgutils.for_range(builder, num_steps) as loop:
-            add(builder.mul(loop.index, builder.mul(vector_bytes, unroll)), _vec.load, unrolled)
+            add(builder.mul(loop.index, unroll), num_vectors=unrolled)
         if unrolled > 1:
             with cgutils.for_range_slice(builder, builder.mul(num_steps, unroll), whole, whole.type(1)) as (index, _):
-                add(builder.mul(index, vector_bytes), _vec.load)
+                add(index)
         if _half is not None:
-            rest = builder.mul(whole, vector_bytes)
+            rest = builder.mul(whole, whole.type(_VECTOR_BYTES))
             with builder.if_then(builder.icmp_unsigned("<", rest, num_bytes), likely=False):
-                add(rest, lambda builder, place: _vec.widen(builder, _half.load(builder, place)))
+                add(whole, _half)
         totals = [builder.load(total) for head_sums in sums for total in head_sums]
+        scales = []
+        if SCALE_BYTES[kind]:
+            behind = builder.add(key, builder.udiv(num_bytes, num_bytes.type(FLOAT_BYTES // item_bytes)))
+            scales = [vir.load_real(builder, vir.advance(builder, behind, key_stride, n)) for n in range(num_slots)]
         for first in range(0, len(totals), _LANES):
             some = totals[first : first + _LANES]
             scaled = builder.fmul(_vec.sums_of(builder, some), _vec.spread(builder, scale))
+            if scales:
+                by_lane = [scales[(first + lane) % num_slots] for lane in range(len(some))]
+                scaled = builder.fmul(scaled, _vec.gather(builder, by_lane))
             for begin in range(0, len(some), num_slots):
                 row = vir.advance(builder, scores, stride, (first + begin) // num_slots)
                 _vec.store_part(builder, scaled, begin, num_slots, row)
 
-    name = f"scores_{num_heads}x{num_slots}_by_{unrolled}{'_ahead' if ahead else ''}"
-    return vir.kernel(7, 1, types.void, vir.apart(name, emit))
+    name = f"scores_{kind}_{num_heads}x{num_slots}_by_{unrolled}{'_ahead' if ahead else ''}"
+    return vir.apart(name, emit)
 
 
-def _value_tile(num_heads: int, num_vectors: int, *, ahead: bool, vec: vir.Vectors = _vec) -> Callable[..., None]:
+def _value_tile(
+    kind: int, num_heads: int, num_vectors: int, *, ahead: bool, vec: vir.Vectors = _vec
+) -> Callable[..., None]:
     """Adds the weighted values of some slots to `num_vectors` vectors of `num_heads` sums.
 
     Arguments, in addresses, bytes and counts: weights, their stride from head to head, values, their stride, slots,
     sums, their stride; how far ahead to prefetch, where `ahead`.
     """
+    part_bytes = vec.lanes * KV_ITEM_BYTES[kind]
 
     def emit(
         builder: Any,
@@ -124,11 +157,12 @@ def _value_tile(num_heads: int, num_vectors: int, *, ahead: bool, vec: vir.Vecto
         ]
         sums = [[cgutils.alloca_once_value(builder, vec.load(builder, place)) for place in row] for row in places]
         one = slots.type(FLOAT_BYTES)
+        load = _kv_loader(vec, kind)
         with cgutils.for_range(builder, slots) as loop:
             start = vir.advance(builder, value, value_stride, loop.index)
-            parts = [vec.load(builder, vir.offset(builder, start, n * vec.num_bytes)) for n in range(num_vectors)]
+            parts = [load(builder, vir.offset(builder, start, n * part_bytes)) for n in range(num_vectors)]
             if ahead:
-                for n in range(0, num_vectors * vec.num_bytes, LINE_BYTES):
+                for n in range(0, num_vectors * part_bytes, LINE_BYTES):
                     vir.prefetch(builder, vir.offset(builder, builder.add(start, distance), n))
             for row, row_sums in zip(rows, sums, strict=True):
                 weight = vec.spread(builder, vir.load_real(builder, vir.advance(builder, row, one, loop.index)))
@@ -138,8 +172,56 @@ def _value_tile(num_heads: int, num_vectors: int, *, ahead: bool, vec: vir.Vecto
             for place, slot in zip(place_row, row_sums, strict=True):
                 vec.store(builder, builder.load(slot), place)
 
-    name = f"values_{num_heads}x{num_vectors}_of_{vec.lanes}{'_ahead' if ahead else ''}"
-    return vir.kernel(8, 0, types.void, vir.apart(name, emit))
+    return vir.apart(f"values_{kind}_{num_heads}x{num_vectors}_of_{vec.lanes}{'_ahead' if ahead else ''}", emit)
+
+
+def _choose(builder: Any, is_so: Any, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
+    with builder.if_else(is_so) as (yes, no):
+        with yes:
+            then()
+        with no:
+            otherwise()
+
+
+def _tiles_by(make: Callable[[int, bool, bool], Callable[..., None]], num_addresses: int, num_floats: int) -> Any:
+    """A function for Numba's code that calls one of several tiles.
+
+    Its arguments are how many heads (1 to `_TILE_HEADS`), whether it is the large tile, and then those of a tile, of
+    whose addresses the last is how far ahead to prefetch: at 0 it is a tile that does not.
+
+    Args:
+        make: a tile by number of heads, whether it is large, and whether it prefetches.
+    """
+
+    def emit(builder: Any, heads: Any, is_large: Any, *arguments: Any) -> None:
+        ahead = arguments[num_addresses - 1]
+
+        def call(num_heads: int) -> None:
+            def either(large: bool) -> None:
+                _choose(
+                    builder,
+                    builder.icmp_signed("!=", ahead, ahead.type(0)),
+                    lambda: make(num_heads, large, True)(builder, *arguments),
+                    lambda: make(num_heads, large, False)(builder, *arguments),
+                )
+
+            _choose(
+                builder,
+                builder.icmp_signed("!=", is_large, is_large.type(0)),
+                lambda: either(True),
+                lambda: either(False),
+            )
+
+        def at_least(num_heads: int) -> None:
+            if num_heads == 1:
+                call(1)
+            else:
+                is_it = builder.icmp_signed("==", heads, heads.type(num_heads))
+                _choose(builder, is_it, lambda: call(num_heads), lambda: at_least(num_heads - 1))
+
+        at_least(_TILE_HEADS)
+
+    return vir.kernel(2 + num_addresses, num_floats, types.void, emit)
 
 
 def _emit_greatest(builder: Any, scores: Any, vectors: Any, start: Any) -> Any:
@@ -169,131 +251,131 @@ _exponentials = vir.kernel(2, 1, types.float32, _emit_exponentials)
 # A row alone waits for memory: each key serves several heads, and what comes next is fetched evenly, in the order in
 # which it lies there. Many rows find the page in the cache, where sums of whole vectors of slots cost the least. The
 # scores are the same bits.
-_scores_1x4, _scores_2x4, _scores_3x4 = (_score_tile(heads, _TILE_SLOTS, ahead=False) for heads in (1, 2, 3))
-_scores_1x1, _scores_2x1, _scores_3x1 = (_score_tile(heads, 1, ahead=False) for heads in (1, 2, 3))
-_scores_1x4_ahead, _scores_2x4_ahead, _scores_3x4_ahead = (
-    _score_tile(heads, _TILE_SLOTS, ahead=True) for heads in (1, 2, 3)
-)
-_scores_1x1_ahead, _scores_2x1_ahead, _scores_3x1_ahead = (_score_tile(heads, 1, ahead=True) for heads in (1, 2, 3))
-_scores_many = _score_tile(1, _LANES, ahead=False, unrolled=4)
-_scores_many_ahead = _score_tile(1, _LANES, ahead=True, unrolled=4)
-_values_1x4, _values_2x4, _values_3x4 = (_value_tile(heads, 4, ahead=False) for heads in (1, 2, 3))
-_values_1x1, _values_2x1, _values_3x1 = (_value_tile(heads, 1, ahead=False) for heads in (1, 2, 3))
-_values_half = _values_1x1 if _half is None else _value_tile(1, 1, ahead=False, vec=_half)
-# For the first row of a page, which also fetches the page that comes next.
-_values_1x4_ahead, _values_2x4_ahead, _values_3x4_ahead = (_value_tile(heads, 4, ahead=True) for heads in (1, 2, 3))
-_values_1x1_ahead, _values_2x1_ahead, _values_3x1_ahead = (_value_tile(heads, 1, ahead=True) for heads in (1, 2, 3))
+
+
+def _scores_of(kind: int) -> Any:
+    # A line is fetched once: where it holds several vectors, these are of one step.
+    per_line = max(1, LINE_BYTES // (_LANES * KV_ITEM_BYTES[kind])) if kind != FLOAT32 else 1
+    return _tiles_by(
+        lambda heads, large, ahead: _score_tile(
+            kind, heads, _TILE_SLOTS if large else 1, ahead=ahead, unrolled=per_line if ahead else 1
+        ),
+        7,
+        1,
+    )
+
+
+def _scores_of_many(kind: int) -> Any:
+    return _tiles_by(lambda _, __, ahead: _score_tile(kind, 1, _LANES, ahead=ahead, unrolled=4), 7, 1)
+
+
+def _values_of(kind: int) -> Any:
+    return _tiles_by(lambda heads, large, ahead: _value_tile(kind, heads, 4 if large else 1, ahead=ahead), 8, 0)
+
+
+def _values_of_half(kind: int) -> Any:
+    vec = _vec if _half is None else _half
+    return vir.kernel(8, 0, types.void, _value_tile(kind, 1, 1, ahead=False, vec=vec))
+
+
+_KINDS = FLOAT32, BFLOAT16, INT8
+_scores_float32, _scores_bfloat16, _scores_int8 = map(_scores_of, _KINDS)
+_many_float32, _many_bfloat16, _many_int8 = map(_scores_of_many, _KINDS)
+_values_float32, _values_bfloat16, _values_int8 = map(_values_of, _KINDS)
+_half_float32, _half_bfloat16, _half_int8 = map(_values_of_half, _KINDS)
+
+
+def _emit_scale(builder: Any, weights: Any, scales: Any, stride: Any, slots: Any) -> None:
+    """Multiplies the weights of some slots with the scales of their values, which are `stride` bytes apart."""
+    one = slots.type(FLOAT_BYTES)
+    with cgutils.for_range(builder, slots) as loop:
+        place = vir.advance(builder, weights, one, loop.index)
+        scale = vir.load_real(builder, vir.advance(builder, scales, stride, loop.index))
+        vir.store_real(builder, builder.fmul(vir.load_real(builder, place), scale), place)
+
+
+_scale = vir.kernel(4, 0, types.void, _emit_scale)
 
 
 @numba.njit(nogil=True, inline="always")
-def _score(heads, query, head_bytes, key, token_bytes, slots, scores, stride, ahead, scale):  # type: ignore[no-untyped-def] # pragma: no cover
+def _score(kind, heads, query, head_bytes, key, token_bytes, slots, scores, stride, ahead, scale):  # type: ignore[no-untyped-def] # pragma: no cover
     """Scores of `heads` queries (1 to 3) with `slots` keys; prefetches so far on, and where that is 0 nothing."""
     slot = 0
     while slot < slots:
         four = slots - slot >= _TILE_SLOTS
         k, s = key + slot * token_bytes, scores + slot * FLOAT_BYTES
-        if heads == 3:
-            if four and ahead:
-                _scores_3x4_ahead(query, head_bytes, k, token_bytes, s, stride, ahead, scale)
-            elif four:
-                _scores_3x4(query, head_bytes, k, token_bytes, s, stride, ahead, scale)
-            elif ahead:
-                _scores_3x1_ahead(query, head_bytes, k, token_bytes, s, stride, ahead, scale)
-            else:
-                _scores_3x1(query, head_bytes, k, token_bytes, s, stride, ahead, scale)
-        elif heads == 2:
-            if four and ahead:
-                _scores_2x4_ahead(query, head_bytes, k, token_bytes, s, stride, ahead, scale)
-            elif four:
-                _scores_2x4(query, head_bytes, k, token_bytes, s, stride, ahead, scale)
-            elif ahead:
-                _scores_2x1_ahead(query, head_bytes, k, token_bytes, s, stride, ahead, scale)
-            else:
-                _scores_2x1(query, head_bytes, k, token_bytes, s, stride, ahead, scale)
-        elif four and ahead:
-            _scores_1x4_ahead(query, head_bytes, k, token_bytes, s, stride, ahead, scale)
-        elif four:
-            _scores_1x4(query, head_bytes, k, token_bytes, s, stride, ahead, scale)
-        elif ahead:
-            _scores_1x1_ahead(query, head_bytes, k, token_bytes, s, stride, ahead, scale)
+        if kind == BFLOAT16:
+            _scores_bfloat16(heads, four, query, head_bytes, k, token_bytes, s, stride, ahead, scale)
+        elif kind == INT8:
+            _scores_int8(heads, four, query, head_bytes, k, token_bytes, s, stride, ahead, scale)
         else:
-            _scores_1x1(query, head_bytes, k, token_bytes, s, stride, ahead, scale)
+            _scores_float32(heads, four, query, head_bytes, k, token_bytes, s, stride, ahead, scale)
         slot += _TILE_SLOTS if four else 1
 
 
 @numba.njit(nogil=True, inline="always")
-def _score_many(query, head_bytes, key, token_bytes, slots, room, scores, ahead, scale):  # type: ignore[no-untyped-def] # pragma: no cover
+def _score_many(kind, query, head_bytes, key, token_bytes, slots, room, scores, ahead, scale):  # type: ignore[no-untyped-def] # pragma: no cover
     """As `_score`, of one query, and with some more keys that are worth nothing: there are `room` of them."""
     slot = 0
     while slot + _LANES <= room and slot < slots:
-        if ahead:
-            _scores_many_ahead(
-                query, head_bytes, key + slot * token_bytes, token_bytes, scores + slot * FLOAT_BYTES, 0, ahead, scale
-            )
+        k, s = key + slot * token_bytes, scores + slot * FLOAT_BYTES
+        if kind == BFLOAT16:
+            _many_bfloat16(1, True, query, head_bytes, k, token_bytes, s, 0, ahead, scale)
+        elif kind == INT8:
+            _many_int8(1, True, query, head_bytes, k, token_bytes, s, 0, ahead, scale)
         else:
-            _scores_many(
-                query, head_bytes, key + slot * token_bytes, token_bytes, scores + slot * FLOAT_BYTES, 0, 0, scale
-            )
+            _many_float32(1, True, query, head_bytes, k, token_bytes, s, 0, ahead, scale)
         slot += _LANES
     if slot < slots:
-        _score(
-            1,
-            query,
-            head_bytes,
-            key + slot * token_bytes,
-            token_bytes,
-            slots - slot,
-            scores + slot * FLOAT_BYTES,
-            0,
-            ahead,
-            scale,
-        )
+        k, s = key + slot * token_bytes, scores + slot * FLOAT_BYTES
+        _score(kind, 1, query, head_bytes, k, token_bytes, slots - slot, s, 0, ahead, scale)
 
 
 @numba.njit(nogil=True, inline="always")
-def _add_values(heads, weights, stride, value, token_bytes, slots, total, head_bytes, ahead):  # type: ignore[no-untyped-def] # pragma: no cover
-    """Adds the values of `slots` tokens, weighted, to `heads` sums (1 to 3)."""
+def _add_values(kind, heads, weights, stride, value, token_bytes, slots, total, head_bytes, ahead):  # type: ignore[no-untyped-def] # pragma: no cover
+    """Adds the values of `slots` tokens, weighted, to `heads` sums (1 to 3), which have `head_bytes`."""
     vectors = head_bytes // _VECTOR_BYTES
+    part_bytes = _LANES * KV_ITEM_BYTES[kind]
     done = 0
     while done < vectors:
         four = vectors - done >= 4
-        v, t = value + done * _VECTOR_BYTES, total + done * _VECTOR_BYTES
-        if heads == 3:
-            if four and ahead:
-                _values_3x4_ahead(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
-            elif four:
-                _values_3x4(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
-            elif ahead:
-                _values_3x1_ahead(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
-            else:
-                _values_3x1(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
-        elif heads == 2:
-            if four and ahead:
-                _values_2x4_ahead(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
-            elif four:
-                _values_2x4(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
-            elif ahead:
-                _values_2x1_ahead(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
-            else:
-                _values_2x1(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
-        elif four and ahead:
-            _values_1x4_ahead(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
-        elif four:
-            _values_1x4(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
-        elif ahead:
-            _values_1x1_ahead(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
+        v, t = value + done * part_bytes, total + done * _VECTOR_BYTES
+        if kind == BFLOAT16:
+            _values_bfloat16(heads, four, weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
+        elif kind == INT8:
+            _values_int8(heads, four, weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
         else:
-            _values_1x1(weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
+            _values_float32(heads, four, weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
         done += 4 if four else 1
-    rest = vectors * _VECTOR_BYTES
-    if rest < head_bytes:
+    if vectors * _VECTOR_BYTES < head_bytes:
+        v = value + vectors * part_bytes
         for head in range(heads):
-            t = total + head * head_bytes + rest
-            _values_half(weights + head * stride, stride, value + rest, token_bytes, slots, t, head_bytes, ahead)
+            t, w = total + head * head_bytes + vectors * _VECTOR_BYTES, weights + head * stride
+            if kind == BFLOAT16:
+                _half_bfloat16(w, stride, v, token_bytes, slots, t, head_bytes, ahead)
+            elif kind == INT8:
+                _half_int8(w, stride, v, token_bytes, slots, t, head_bytes, ahead)
+            else:
+                _half_float32(w, stride, v, token_bytes, slots, t, head_bytes, ahead)
 
 
 @numba.njit(nogil=True, inline="always")
-def _walk_row(adds, vectors, head_bytes, kv_heads, group, kv, token_bytes, slots, scores, stride, ahead, scale):  # type: ignore[no-untyped-def] # pragma: no cover
+def _walk_row(  # type: ignore[no-untyped-def] # pragma: no cover
+    kind,
+    adds,
+    vectors,
+    head_bytes,
+    kv_heads,
+    group,
+    kv,
+    kv_bytes,
+    token_bytes,
+    slots,
+    scores,
+    stride,
+    ahead,
+    scale,
+):
     """One row's heads over `slots` keys or values of each of `kv_heads`, tile by tile in the order of memory.
 
     Scores of the queries `vectors` with keys or, where it `adds`, values weighted by `scores` and added to `vectors`.
@@ -301,15 +383,15 @@ def _walk_row(adds, vectors, head_bytes, kv_heads, group, kv, token_bytes, slots
     for slot in range(0, slots, _TILE_SLOTS):
         count = min(_TILE_SLOTS, slots - slot)
         for kv_head in range(kv_heads):
-            at = kv + slot * token_bytes + kv_head * head_bytes
+            at = kv + slot * token_bytes + kv_head * kv_bytes
             fetch = ahead
             for member in range(0, group, _TILE_HEADS):
                 heads, first = min(_TILE_HEADS, group - member), kv_head * group + member
                 vector, score = vectors + first * head_bytes, scores + first * stride + slot * FLOAT_BYTES
                 if adds:
-                    _add_values(heads, score, stride, at, token_bytes, count, vector, head_bytes, fetch)
+                    _add_values(kind, heads, score, stride, at, token_bytes, count, vector, head_bytes, fetch)
                 else:
-                    _score(heads, vector, head_bytes, at, token_bytes, count, score, stride, fetch, scale)
+                    _score(kind, heads, vector, head_bytes, at, token_bytes, count, score, stride, fetch, scale)
                 fetch = 0
 
 
@@ -342,7 +424,8 @@ def _seen(position, page_size, window):  # type: ignore[no-untyped-def] # pragma
     return low, min(position + 1, page_size) - low
 
 
-def _attend(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+@numba.njit(nogil=True, inline="always")
+def _attend(kind, first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """Items `[first, end)`: a block's rows with one of `splits` parts of the KV heads."""
     (
         query, num_heads, head_dim, pages, tables_at, num_tables, table_width, blocks_at, num_blocks, kv_heads,
@@ -353,7 +436,8 @@ def _attend(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no
     own = kv_heads // splits
     num_own = own * group
     head_bytes = head_dim * FLOAT_BYTES
-    token_bytes = kv_heads * head_bytes
+    kv_bytes = head_dim * KV_ITEM_BYTES[kind] + SCALE_BYTES[kind]
+    token_bytes = kv_heads * kv_bytes
     padded = (page_size + _LANES - 1) // _LANES * _LANES
     blocks = numba.carray(int64s(blocks_at), (num_blocks, 4))
     tables = numba.carray(int32s(tables_at), (num_tables, table_width))
@@ -383,20 +467,26 @@ def _attend(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no
             # All heads and rows of a page before the next page: its memory comes once.
             if num_rows == 1:  # it sees something of each of its pages
                 low, slots = _seen(first_position - index * page_size, page_size, window)
-                key = page + first_head * head_bytes + low * token_bytes
+                key = page + first_head * kv_bytes + low * token_bytes
                 queries = query + (first_row * num_heads + first_head * group) * head_bytes
                 _walk_row(
-                    False, queries, head_bytes, own, group, key, token_bytes, slots, at, stride, ahead, scaling
+                    kind, False, queries, head_bytes, own, group, key, kv_bytes, token_bytes, slots, at, stride, ahead,
+                    scaling,
                 )  # fmt: skip
+                value = key + page_size * token_bytes
                 for head in range(num_own):
                     _weigh(scores, at + head * stride, head, slots, softcap, total, weight_sum, greatest, 0, head)
-                value = key + page_size * token_bytes
+                    if SCALE_BYTES[kind]:
+                        _scale(at + head * stride, value + head // group * kv_bytes + head_dim, token_bytes, slots)
                 sums = total.ctypes.data
-                _walk_row(True, sums, head_bytes, own, group, value, token_bytes, slots, at, stride, ahead, scaling)
+                _walk_row(
+                    kind, True, sums, head_bytes, own, group, value, kv_bytes, token_bytes, slots, at, stride, ahead,
+                    scaling,
+                )  # fmt: skip
                 continue
             for kv_head in range(own):
                 fetch = ahead
-                keys = page + (first_head + kv_head) * head_bytes
+                keys = page + (first_head + kv_head) * kv_bytes
                 # Each of the three parts for all rows: within a part no row waits for another.
                 for row in range(num_rows):
                     low, slots = _seen(first_position + row - index * page_size, page_size, window)
@@ -405,19 +495,22 @@ def _attend(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no
                     head = (first_row + row) * num_heads + (first_head + kv_head) * group
                     for member in range(group):
                         _score_many(
-                            query + (head + member) * head_bytes, head_bytes, keys + low * token_bytes, token_bytes,
-                            slots, page_size - low, at + (row * group + member) * stride, fetch, scaling,
+                            kind, query + (head + member) * head_bytes, head_bytes, keys + low * token_bytes,
+                            token_bytes, slots, page_size - low, at + (row * group + member) * stride, fetch, scaling,
                         )  # fmt: skip
                         fetch = 0
                 for row in range(num_rows):
-                    _, slots = _seen(first_position + row - index * page_size, page_size, window)
+                    low, slots = _seen(first_position + row - index * page_size, page_size, window)
                     if slots < 1:
                         continue
+                    value = keys + (page_size + low) * token_bytes
                     for member in range(group):
                         head, place = kv_head * group + member, row * group + member
                         _weigh(
                             scores, at + place * stride, place, slots, softcap, total, weight_sum, greatest, row, head
                         )
+                        if SCALE_BYTES[kind]:
+                            _scale(at + place * stride, value + head_dim, token_bytes, slots)
                 fetch = ahead
                 for row in range(num_rows):
                     low, slots = _seen(first_position + row - index * page_size, page_size, window)
@@ -428,7 +521,7 @@ def _attend(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no
                         heads = min(_TILE_HEADS, group - member)
                         weights = at + (row * group + member) * stride
                         sums = total.ctypes.data + (row * num_own + kv_head * group + member) * head_bytes
-                        _add_values(heads, weights, stride, value, token_bytes, slots, sums, head_bytes, fetch)
+                        _add_values(kind, heads, weights, stride, value, token_bytes, slots, sums, head_bytes, fetch)
                         fetch = 0
         for row in range(num_rows):
             for head in range(num_own):
@@ -438,14 +531,29 @@ def _attend(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no
                     output[place + dim] = total[row, head, dim] * inverse
 
 
+def _attend_float32(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    _attend(FLOAT32, first, end, arguments)
+
+
+def _attend_bfloat16(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    _attend(BFLOAT16, first, end, arguments)
+
+
+def _attend_int8(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    _attend(INT8, first, end, arguments)
+
+
 _sixteen_words = words(16)
-#: Its items are blocks, times the parts of their KV heads.
-_attend_kernel = Kernel(_attend, "iii" + "iiii" + "iiiii" + "fif" + "i")
+#: By the type of K and V in the pages. Their items are blocks, times the parts of their KV heads.
+ATTEND: Mapping[str, Kernel] = {
+    name: Kernel(function, "iii" + "iiii" + "iiiii" + "fif" + "i")
+    for name, function in (("float32", _attend_float32), ("bfloat16", _attend_bfloat16), ("int8", _attend_int8))
+}
 
 
-def can_attend(head_dim: int) -> bool:
-    """Whether heads of this size fill vectors of eight, and this CPU has them."""
-    return head_dim % _HEAD_UNIT == 0 and vir.is_fast_here()
+def can_attend(layout: KVLayout) -> bool:
+    """Whether there is a kernel for such pages, their heads fill vectors of eight, and this CPU has these."""
+    return layout.dtype in ATTEND and layout.head_dim % _HEAD_UNIT == 0 and vir.is_fast_here()
 
 
 def row_blocks(spans: Iterable[tuple[int, int, int, int]]) -> np.ndarray:
@@ -497,8 +605,8 @@ def attend_call(
 
     Args:
         reads: each query row in exactly one of its spans.
-        layout: of the pages, float32; `can_attend(layout.head_dim)`.
-        pages: address of one layer of the arena, `[page][K|V][slot][kv_head][head_dim]` float32.
+        layout: of the pages; `can_attend(layout)`.
+        pages: address of one layer of the arena, `[page][K|V][slot][kv_head][head_dim]`.
         query: address of `[rows, num_heads, head_dim]` float32, without gaps.
         output: address of memory like `query`. A row's result depends neither on the other rows nor on the threads: it
             is the same bits whether its token is decoded alone or is one of a long chunk.
@@ -507,7 +615,7 @@ def attend_call(
     kv_heads = layout.num_kv_heads
     # With few blocks the KV heads are shared out too, so that every thread has work.
     splits = kv_heads if num_threads > 1 and reads.num_blocks < 4 * num_threads else 1
-    return _attend_kernel.call(
+    return ATTEND[layout.dtype].call(
         reads.num_blocks * splits, query, num_heads, layout.head_dim, pages, *reads.words, kv_heads, splits,
         layout.page_size, params.scaling, params.window, params.softcap, output,
     )  # fmt: skip

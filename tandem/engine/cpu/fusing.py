@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from tandem.engine.cpu.attention import CPUAttention
 from tandem.engine.cpu.decoder import FusedDecoder
 from tandem.engine.cpu.embedding import ShortEmbedding
 from tandem.engine.cpu.layer import FusedDecoderLayer, Workspace
-from tandem.engine.cpu.layer_kernels import LANES
+from tandem.engine.cpu.layer_kernels import LANES, PLACE_HEADS
 from tandem.engine.cpu.modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
 from tandem.engine.cpu.packed_linear import PackedLinear, can_pack, rounding_of
 from tandem.engine.cpu.panels import Panels, Rounding
@@ -83,9 +84,10 @@ def fuse(model: PreTrainedModel, layout: KVLayout, num_threads: int, asked: Roun
     Args:
         asked: see `rounding_of`.
     """
-    if not can_pack(model) or layout.dtype != "float32":
+    if not can_pack(model) or layout.dtype not in PLACE_HEADS:
         return "none"
-    return fuse_parts(model, layout, CPUKit(num_threads, asked))
+    # Over pages of the type that is computed in: what is rounded on its way to others is computed alike.
+    return fuse_parts(model, replace(layout, dtype="float32"), CPUKit(num_threads, asked))
 
 
 def multiply_by_two(model: PreTrainedModel) -> None:

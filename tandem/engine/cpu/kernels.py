@@ -37,13 +37,13 @@ class CPUKernels:
         self.can_multiply_short = has_bfloat16_products()
         self.can_widen_float16 = widens_float16()
 
-    def attention(self, layout: KVLayout) -> AttentionBackend:
-        if layout.dtype == "float32" and can_attend(layout.head_dim):
+    def attention(self, layout: KVLayout, computed: str | None = None) -> AttentionBackend:
+        if (computed or layout.dtype) == "float32" and can_attend(layout):
             return CPUAttention(self._num_threads)
         return ReferenceAttention()
 
     def fuse(self, model: PreTrainedModel, layout: KVLayout, types: Types) -> Fused:
-        if layout.dtype != "float32":
+        if types.computed != "float32":
             return Fused()
         is_asked = types.quantized and not types.only_stored
         asked = Rounding(loader.QUANTIZED[types.quantized]) if is_asked else None
@@ -58,7 +58,7 @@ class CPUKernels:
         return Fused(parts, linear)
 
     def decoder(self, model: PreTrainedModel, layout: KVLayout, _max_context: int) -> FusedDecoder | None:
-        return fuse_decoder(model, layout) if layout.dtype == "float32" else None
+        return fuse_decoder(model, layout)
 
     def share(self, model: PreTrainedModel, register: Path, name: str) -> Shared | None:
         return share(model, WeightRegister(register), name)

@@ -14,7 +14,7 @@ from tandem.core.errors import UnsupportedModelError
 from tandem.engine.attention.interface import ForwardContext, attend_written, begin_layer, current_forward
 from tandem.engine.attention.reference import AttentionParams
 from tandem.engine.batch import PagedBatch
-from tandem.engine.cpu.layer_kernels import normalize_rows, place_heads
+from tandem.engine.cpu.layer_kernels import PLACE_HEADS, normalize_rows
 from tandem.engine.cpu.packed_kernel import PANEL, arranged_features
 from tandem.engine.cpu.packed_linear import PackedLinear, as_rows, pack_biases
 from tandem.engine.cpu.panels import Panels
@@ -163,7 +163,7 @@ class FusedAttention(nn.Module):
     def call(self, context: ForwardContext, layer: int, heads: int, cos: int, sin: int, query: int) -> bytes:
         """Write K and V of `heads`, what `qkv` gives, to the pages, and queries to `query`; by address, for `run`."""
         batch, arena = context.batch, context.arena
-        return place_heads.call(
+        return PLACE_HEADS[arena.layout.dtype].call(
             batch.num_tokens, heads, self._heads_stride, self.num_heads, self._kv_heads, self._head_dim,
             self._q_norm_at, self._k_norm_at, self._eps, cos, sin, self.rotary_dim, query,
             arena.layer(layer).data_ptr(), arena.layout.page_size, batch.write_pages.data_ptr(),

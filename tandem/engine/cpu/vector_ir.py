@@ -16,9 +16,14 @@ from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
+from tandem.core.dtypes import KV_SCALE_BYTES
 from tandem.engine.huge_pages import FLOAT_BYTES
 
 SHORT_BYTES = 2
+
+#: What pages of K and V hold, as kernels are told it; bytes of a number, and of the scale behind those of a head.
+FLOAT32, BFLOAT16, INT8 = range(3)
+KV_ITEM_BYTES, SCALE_BYTES = (FLOAT_BYTES, SHORT_BYTES, 1), (0, 0, KV_SCALE_BYTES)
 
 REAL = ir.FloatType()
 _INDEX = ir.IntType(32)
@@ -126,6 +131,10 @@ def load_real(builder: Any, address: Any) -> Any:
     return builder.load(builder.inttoptr(address, REAL.as_pointer()))
 
 
+def store_real(builder: Any, number: Any, address: Any) -> None:
+    builder.store(number, builder.inttoptr(address, REAL.as_pointer()))
+
+
 def square_root(builder: Any, number: Any) -> Any:
     function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(REAL, [REAL]), "llvm.sqrt.f32")
     return builder.call(function, [number])
@@ -213,6 +222,13 @@ class Vectors:
         part = builder.shuffle_vector(value, unset, lanes)
         builder.store(part, builder.inttoptr(address, part.type.as_pointer())).align = FLOAT_BYTES
 
+    def gather(self, builder: Any, numbers: list[Any]) -> Any:
+        """These numbers in the first lanes; what is in the others is not said."""
+        vector = ir.Constant(self.type, ir.Undefined)
+        for lane, number in enumerate(numbers):
+            vector = builder.insert_element(vector, number, ir.Constant(_INDEX, lane))
+        return vector
+
     def spread(self, builder: Any, number: Any) -> Any:
         """The same number in all lanes."""
         unset = ir.Constant(self.type, ir.Undefined)
@@ -239,6 +255,34 @@ class Vectors:
     def store_bfloat16(self, builder: Any, value: Any, address: Any) -> None:
         """As the function of this name."""
         store_bfloat16(builder, value, address, ir.VectorType(_BFLOAT, self.lanes))
+
+    def store_rounded(self, builder: Any, value: Any, address: Any) -> None:
+        """As bfloat16, rounded to the nearest, or of two to the even one: the same bits on all CPUs, and torch's.
+
+        The instruction for it makes zero of denormal numbers, and not every CPU has it.
+        """
+        bits = builder.bitcast(value, self._integers)
+        last = builder.and_(builder.lshr(bits, self.integers(16)), self.integers(1))
+        rounded = builder.lshr(builder.add(bits, builder.add(last, self.integers(0x7FFF))), self.integers(16))
+        upper = builder.select(builder.fcmp_unordered("uno", value, value), self.integers(0x7FC0), rounded)
+        halves = builder.trunc(upper, ir.VectorType(_SHORT, self.lanes))
+        builder.store(halves, builder.inttoptr(address, halves.type.as_pointer())).align = SHORT_BYTES
+
+    def store_int8(self, builder: Any, value: Any, address: Any) -> None:
+        """As the nearest whole numbers, or of two the even ones, of at most 127 by amount; zero for what is NaN."""
+        rounded = self._apply(builder, "rint", value)
+        rounded = builder.select(builder.fcmp_ordered("ord", value, value), rounded, self.constant(0.0))
+        bytes_ = builder.trunc(builder.fptosi(rounded, self._integers), ir.VectorType(_BYTE, self.lanes))
+        builder.store(bytes_, builder.inttoptr(address, bytes_.type.as_pointer())).align = 1
+
+    def absolute(self, builder: Any, vector: Any) -> Any:
+        return self._apply(builder, "fabs", vector)
+
+    def _apply(self, builder: Any, name: str, vector: Any) -> Any:
+        function = ir.FunctionType(self.type, [self.type])
+        return builder.call(
+            cgutils.get_or_insert_function(builder.module, function, f"llvm.{name}.v{self.lanes}f32"), [vector]
+        )
 
     def negative(self, builder: Any, vector: Any) -> Any:
         return builder.fsub(self.constant(-0.0), vector)
@@ -296,9 +340,8 @@ class Vectors:
         Reference: Cephes' `expf`, S. Moshier.
         """
         x = builder.select(builder.fcmp_ordered("<", x, self.constant(-87.3)), self.constant(-87.3), x)
-        floor_type = ir.FunctionType(self.type, [self.type])
-        floor = cgutils.get_or_insert_function(builder.module, floor_type, f"llvm.floor.v{self.lanes}f32")
-        whole = builder.call(floor, [self.fma(builder, x, self.constant(1.44269504088896341), self.constant(0.5))])
+        whole = self.fma(builder, x, self.constant(1.44269504088896341), self.constant(0.5))
+        whole = self._apply(builder, "floor", whole)
         rest = self.fma(builder, whole, self.constant(-0.693359375), x)
         rest = self.fma(builder, whole, self.constant(2.12194440e-4), rest)
         series = self.constant(1.9875691500e-4)

@@ -29,7 +29,7 @@ class CudaKernels:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def attention(self, layout: KVLayout) -> AttentionBackend:
+    def attention(self, layout: KVLayout, _computed: str | None = None) -> AttentionBackend:
         return select_cuda_backend(layout, self._device)
 
     def fuse(self, model: PreTrainedModel, layout: KVLayout, _types: Types) -> Fused:

@@ -318,7 +318,8 @@ def logits_of(
 
     def compute() -> torch.Tensor:
         arena = KVArena(replace(layout, page_size=PAGE_SIZE), NUM_PAGES, model.device)
-        arena.tensor.copy_(random(*arena.tensor.shape))
+        for layer in range(layout.num_layers):
+            arena.fill(layer, random(NUM_PAGES, 2, PAGE_SIZE, layout.num_kv_heads, layout.head_dim))
         vocab_size, context = model.get_input_embeddings().weight.shape[0], PAGE_SIZE * NUM_PAGES
         tokens = torch.randint(vocab_size, (context,), generator=torch.Generator().manual_seed(1)).tolist()
         step = [

@@ -174,7 +174,7 @@ class Layout(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     weights_sha256: _builtins.str
     dtype: _builtins.str
-    """of K and V: "float32", "bfloat16", "float16" """
+    """of K and V: "float32", "bfloat16", "float16", "int8" with a scale behind each head"""
     num_layers: _builtins.int
     num_kv_heads: _builtins.int
     head_dim: _builtins.int

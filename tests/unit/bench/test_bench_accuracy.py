@@ -52,6 +52,8 @@ def test_the_embedded_model_is_asked_in_every_type() -> None:
     assert 1.0 < exact["perplexity"] < 2.0
     assert exact["num_recalled"] == 3
     assert 0 < ways["int8"]["divergence"] < ways["int4"]["divergence"] < 0.05
+    assert 0 < ways["KV in bfloat16"]["divergence"] < ways["KV in int8"]["divergence"] < 0.05
+    assert [ways[f"KV in {dtype}"]["types"]["pages"] for dtype in ("bfloat16", "int8")] == ["bfloat16", "int8"]
     assert set(GATES) | {"float32"} == set(WAYS)
 
 

@@ -60,6 +60,9 @@ BAD = [
      "cache.page_size", "set it to 32"),
     ({"cache": {"memory_bytes": 100 * GIB}}, "cache.memory_bytes", "set it to at most"),
     ({"cache": {"memory_bytes": 1 << 20}}, "cache.memory_bytes", "set cache.max_context to at most 512"),
+    ({"cache": {"memory_bytes": 1 << 20, "dtype": "bfloat16"}}, "cache.memory_bytes", "max_context to at most 1024"),
+    ({"cache": {"memory_bytes": 1 << 20, "dtype": "int8"}}, "cache.memory_bytes", "max_context to at most 1792"),
+    ({"cache": {"dtype": "int8"}, "pools": {"decode": {"gpus": 1}}}, "cache.dtype", "leave cache.dtype out"),
     ({"cache": {"host_bytes": 9 * GIB}}, "cache.host_bytes", "set it to at most"),
     ({"cache": {"disk_path": "/dev/null/pages"}}, "cache.disk_path", "name a directory"),
     ({"pools": {"prefill": {"workers": 40}}}, "pools", "start fewer workers"),
@@ -176,6 +179,27 @@ def test_a_package_that_shadows_ours_is_refused(
     monkeypatch.delitem(__import__("sys").modules, "decode_worker", raising=False)
     with pytest.raises(ConfigError, match="decode_worker comes from"):
         preflight(checkpoint, free_port).plan()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "per_token", "num_tokens"),
+    [("auto", "2.0 KiB a token", "4,096 tokens in float32"),
+     ("bfloat16", "1.0 KiB a token", "8,192 tokens in bfloat16"),
+     ("int8", "576 B a token", "14,560 tokens in int8")],
+)  # fmt: skip
+def test_the_doctor_says_for_how_many_tokens_there_is_room(
+    checkpoint: Path, free_port: int, dtype: str, per_token: str, num_tokens: str
+) -> None:
+    found = preflight(checkpoint, free_port, cache={"dtype": dtype, "memory_bytes": 8 << 20}).findings()
+    details = {finding.check: finding.detail for finding in found}
+    assert per_token in details["pages"]
+    assert num_tokens in details["memory"]
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_pages_on_gpus_have_the_models_type(checkpoint: Path, free_port: int, dtype: str) -> None:
+    checks = preflight(checkpoint, free_port, cache={"dtype": dtype}, pools={"decode": {"gpus": 1}})
+    assert "K and V in bfloat16" in checks.check_cache_dtype().detail
 
 
 def test_on_a_gpu_pages_get_a_share_of_what_weights_leave() -> None:
@@ -414,6 +438,7 @@ def test_facts_of_a_checkpoint(checkpoint: Path) -> None:
     facts = read_facts(str(checkpoint), checkpoint)
     assert (facts.max_positions, facts.num_parameters, facts.head_dim) == (2048, 512 * 512, 32)
     assert facts.kv_bytes_per_token("float32") == 2 * 4 * 2 * 32 * 4
+    assert facts.kv_bytes_per_token("int8") == 2 * 4 * 2 * (32 + 4)
     assert facts.weight_bytes("bfloat16") == 512 * 512 * 2
 
 

@@ -30,11 +30,11 @@ def test_layout_refuses_nothing_and_less(field: str) -> None:
 
 
 def test_layout_refuses_unknown_dtype() -> None:
-    with pytest.raises(ConfigError, match="int8"):
-        KVLayout(1, 1, 1, 1, "int8")
+    with pytest.raises(ConfigError, match="int4"):
+        KVLayout(1, 1, 1, 1, "int4")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
 def test_extents_tile_the_arena(dtype: str) -> None:
     layout = KVLayout(3, 2, 8, 4, dtype)
     arena = KVArena(layout, num_pages=5)

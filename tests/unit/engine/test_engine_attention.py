@@ -18,6 +18,7 @@ from tandem.engine.attention.interface import ForwardContext, current_forward, p
 from tandem.engine.attention.reference import AttentionParams, ReferenceAttention
 from tandem.engine.batch import PagedBatch, SequenceInput, build_batch
 from tandem.engine.cpu.attention import CPUAttention
+from tandem.engine.cpu.attention_kernel import ATTEND
 from tandem.engine.cpu.vector_ir import has_wide_vectors
 from tandem.engine.cuda.attention import refusal
 from tandem.engine.cuda.decode_step import DecodeStep
@@ -40,27 +41,34 @@ def ragged(layout: KVLayout, spans: list[tuple[int, int]], seed: int) -> tuple[K
     generator = np.random.default_rng(seed)
     counts = [layout.num_pages_for(end) for _, end in spans]
     arena = KVArena(layout, sum(counts) + 3)
-    arena.tensor.fill_(float("nan"))
+    arena.tensor.view(torch.uint8).fill_(0xFF)  # NaN, also as a scale
     free = generator.permutation(arena.num_pages).tolist()
     inputs = []
     for (start, end), count in zip(spans, counts, strict=True):
         pages, free = free[:count], free[count:]
         inputs.append(SequenceInput([0] * (end - start), start, pages, 0))
         tokens = np.arange(end)
-        place = (np.array(pages)[tokens // layout.page_size], slice(None), tokens % layout.page_size)
-        shape = (end, 2, layout.num_kv_heads, layout.head_dim)
-        arena.layer(0).numpy()[place] = generator.standard_normal(shape, dtype=np.float32)
+        place = (
+            torch.from_numpy(np.array(pages)[tokens // layout.page_size]),
+            torch.from_numpy(tokens % layout.page_size),
+        )
+        numbers = generator.standard_normal((2, end, layout.num_kv_heads, layout.head_dim), dtype=np.float32)
+        key, value = torch.from_numpy(numbers)
+        arena.write(0, place, key, value)
     return arena, build_batch(inputs, layout.page_size, torch.device("cpu"))
 
 
+@pytest.mark.parametrize("dtype", ATTEND)
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_cpu_attention_matches_reference(shape: tuple[int, int, int, int], num_threads: int) -> None:
+def test_cpu_attention_matches_reference(shape: tuple[int, int, int, int], num_threads: int, dtype: str) -> None:
     heads, kv_heads, head_dim, page_size = shape
-    layout = KVLayout(1, kv_heads, head_dim, page_size, "float32")
+    layout = KVLayout(1, kv_heads, head_dim, page_size, dtype)
     arena, batch = ragged(layout, SPANS, seed=heads)
     query = torch.randn(batch.num_tokens, heads, head_dim, generator=torch.Generator().manual_seed(0))
-    for window, softcap in itertools.product(WINDOWS, SOFTCAPS):
+    # What a row sees is found by the same code for all types.
+    asked = itertools.product(WINDOWS, SOFTCAPS) if dtype == "float32" else [(0, 0.0), (7, 3.0), (33, 0.0)]
+    for window, softcap in asked:
         params = AttentionParams(scaling=0.7 * head_dim**-0.5, window=window, softcap=softcap)
         expected = ReferenceAttention().attend(batch, arena, 0, query, params)
         found = CPUAttention(num_threads).attend(batch, arena, 0, query, params)
@@ -81,13 +89,20 @@ def test_the_code_for_shorter_vectors_agrees_with_the_reference_too() -> None:
         env=environment_without_wide_vectors(), cwd=REPOSITORY, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert f"{4 * len(SHAPES)} passed" in ended.stdout
+    assert f"{4 * len(ATTEND) * len(SHAPES)} passed" in ended.stdout
 
 
 def test_heads_that_fill_no_vectors_take_the_reference() -> None:
     device = torch.device("cpu")
     assert kernels_for(device).attention(KVLayout(1, 2, 24, 32, "float32")).name == "cpu"
     assert kernels_for(device).attention(KVLayout(1, 2, 20, 32, "float32")).name == "reference"
+
+
+def test_queries_of_fewer_bits_take_the_reference_whatever_pages_hold() -> None:
+    layout, kernels = KVLayout(1, 2, 24, 32, "bfloat16"), kernels_for(torch.device("cpu"))
+    assert kernels.attention(layout, "float32").name == "cpu"
+    assert kernels.attention(layout, "bfloat16").name == "reference"
+    assert kernels.attention(layout).name == "reference"
 
 
 def test_reference_is_what_softmax_says() -> None:
@@ -110,10 +125,11 @@ def test_reference_is_what_softmax_says() -> None:
                 assert float((found[rows.row + offset, head] - expected).abs().max()) < 1e-5
 
 
+@pytest.mark.parametrize("dtype", ATTEND)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rows_do_not_depend_on_company_or_threads(shape: tuple[int, int, int, int]) -> None:
+def test_rows_do_not_depend_on_company_or_threads(shape: tuple[int, int, int, int], dtype: str) -> None:
     heads, kv_heads, head_dim, page_size = shape
-    arena, batch = ragged(KVLayout(1, kv_heads, head_dim, page_size, "float32"), SPANS, seed=2)
+    arena, batch = ragged(KVLayout(1, kv_heads, head_dim, page_size, dtype), SPANS, seed=2)
     query = torch.randn(batch.num_tokens, heads, head_dim, generator=torch.Generator().manual_seed(0))
     params = AttentionParams(scaling=0.2)
     together = CPUAttention(num_threads=2).attend(batch, arena, 0, query, params)
@@ -126,10 +142,11 @@ def test_rows_do_not_depend_on_company_or_threads(shape: tuple[int, int, int, in
             assert torch.equal(found, together[chunk])
 
 
+@pytest.mark.parametrize("dtype", ATTEND)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rows_do_not_depend_on_how_a_chunk_is_cut(shape: tuple[int, int, int, int]) -> None:
+def test_rows_do_not_depend_on_how_a_chunk_is_cut(shape: tuple[int, int, int, int], dtype: str) -> None:
     heads, kv_heads, head_dim, page_size = shape
-    arena, batch = ragged(KVLayout(1, kv_heads, head_dim, page_size, "float32"), SPANS, seed=heads)
+    arena, batch = ragged(KVLayout(1, kv_heads, head_dim, page_size, dtype), SPANS, seed=heads)
     query = torch.randn(batch.num_tokens, heads, head_dim, generator=torch.Generator().manual_seed(0))
     for window, softcap in ((0, 0.0), (33, 3.0)):
         params = AttentionParams(scaling=0.7 * head_dim**-0.5, window=window, softcap=softcap)

@@ -293,12 +293,12 @@ class Lender:
     def borrow(self):
         return 1
 
-engine = helpers.load_engine(sys.argv[1], num_threads=1)
+engine = helpers.load_engine(sys.argv[1], num_threads=1, cache_dtype=sys.argv[2])
 by_two = engine.types.multiplied == "bfloat16"
 products = packed_kernel.BY_TWO if by_two else packed_kernel.PRODUCTS[getattr(torch, engine.types.stored)]
 KERNELS = (products.multiply, products.multiply_gated, layer_kernels.normalize_rows,
-           layer_kernels.place_heads, layer_kernels.add_rows, layer_kernels.gather_rows,
-           layer_kernels.GATHER[getattr(torch, engine.types.stored)], attention_kernel._attend_kernel,
+           layer_kernels.PLACE_HEADS[engine.layout.dtype], layer_kernels.add_rows, layer_kernels.gather_rows,
+           layer_kernels.GATHER[getattr(torch, engine.types.stored)], attention_kernel.ATTEND[engine.layout.dtype],
            *((packed_kernel.round_rows,) if by_two else ()))
 
 def compiled():
@@ -315,12 +315,12 @@ print(compiled())
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_warmup_compiles_all_that_requests_need(dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "cache_dtype"), [("float32", "auto"), ("bfloat16", "bfloat16"), ("float16", "int8")])
+def test_warmup_compiles_all_that_requests_need(dtype: str, cache_dtype: str, tmp_path: Path) -> None:
     """In a process of its own: here other tests have compiled kernels already."""
     model_dir = helpers.save_model("llama", tmp_path / "llama", dtype=dtype)
     ended = subprocess.run(
-        [sys.executable, "-c", _COMPILED_BY, str(model_dir)],
+        [sys.executable, "-c", _COMPILED_BY, str(model_dir), cache_dtype],
         cwd=Path(__file__).parent,
         env=os.environ | {"PYTHONPATH": f"{helpers.REPOSITORY}{os.pathsep}{Path(__file__).parent}"},
         capture_output=True,

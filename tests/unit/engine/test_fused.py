@@ -177,8 +177,9 @@ LAYOUT = KVLayout(3, 2, 16, 16, "float32")
 
 
 def test_pages_of_another_type_keep_the_models_own_parts() -> None:
-    assert fuse(small_model(), KVLayout(3, 2, 16, 16, "bfloat16"), 1) == "none"
+    assert fuse(small_model(), KVLayout(3, 2, 16, 16, "float16"), 1) == "none"
     assert fuse(small_model(), LAYOUT, 1) == FUSED["llama"]
+    assert fuse(small_model(), KVLayout(3, 2, 16, 16, "int8"), 1) == FUSED["llama"]
 
 
 def test_the_default_type_of_the_process_is_not_taken() -> None:

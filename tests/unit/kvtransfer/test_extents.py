@@ -124,6 +124,7 @@ def test_every_field_of_a_layout_counts(field: str) -> None:
 def test_an_extent_is_k_and_v_of_one_page() -> None:
     assert LAYOUT.extent_bytes == 2 * 4 * 1 * 2 * 4
     assert replace(LAYOUT, dtype="bfloat16").extent_bytes == LAYOUT.extent_bytes // 2
+    assert replace(LAYOUT, dtype="int8").extent_bytes == LAYOUT.extent_bytes // 4 + 2 * 4 * 1 * 4  # with scales
     with pytest.raises(IncompatibleError, match="int3"):
         _ = replace(LAYOUT, dtype="int3").extent_bytes
 

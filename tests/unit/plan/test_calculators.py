@@ -49,6 +49,8 @@ def test_known_models_are_those_that_were_published(name: str) -> None:
     assert KNOWN[name].num_parameters == pytest.approx(parameters, rel=1e-3)
     assert KNOWN[name].kv_bytes_per_token("bfloat16") == token_bytes
     assert KNOWN[name].kv_bytes_per_token("float32") == 2 * token_bytes
+    head_dim = KNOWN[name].head_dim
+    assert KNOWN[name].kv_bytes_per_token("int8") * 2 * head_dim == token_bytes * (head_dim + 4)  # with scales
 
 
 def test_a_token_of_a_mixture_is_multiplied_with_its_experts_alone() -> None:

@@ -573,6 +573,13 @@ def _check_relations(config: Config) -> None:
                 key=f"cache.{name}",
             )
     _check_engine(config)
+    prefill = config.pools.prefill
+    if prefill.least == 0 < prefill.most:
+        raise ConfigError(
+            f"pools.prefill follows its load up to {prefill.most} workers, and begins with none; set "
+            "pools.prefill.workers to 1 or more, or leave pools.prefill.max out for a colocated cluster",
+            key="pools.prefill.max",
+        )
     for role in ("prefill", "decode"):
         _check_pool(getattr(config.pools, role), f"pools.{role}")
     for origin in config.http.cors_origins:

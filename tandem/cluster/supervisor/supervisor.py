@@ -127,7 +127,7 @@ class Supervisor:
         self._check_open()
         for role, workers in wanted.items():
             option = "--routers" if role is Role.ROUTER else f"--{role}"
-            least = 0 if role is Role.PREFILL else 1
+            least = 0 if role is Role.PREFILL and not (most or {}).get(role) else 1
             if workers < least:
                 raise ConfigError(
                     f"{option} is {workers}, must be at least {least}; `tandem stop` ends all", key=str(role)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
@@ -162,6 +163,7 @@ class Opened:
         self.cluster = PoolState(Policy(), new_incarnation=str)
         self.loads: dict[str, Any] = {}
         self.routers: dict[str, Any] = {}
+        self.follower = SimpleNamespace(pools={})
         self.now = 0.0
 
 

@@ -371,3 +371,11 @@ def test_a_configuration_of_a_version_with_fewer_keys_has_the_defaults_of_the_ot
     later.__setstate__(state)
     assert (later.limits.max_choices, later.limits.max_logprobs) == (3, LimitsConfig().max_logprobs)
     assert later.metrics == MetricsConfig()
+
+
+def test_a_pool_that_follows_its_load_begins_with_a_worker() -> None:
+    with pytest.raises(ConfigError, match="begins with none") as caught:
+        from_dict({"pools": {"prefill": {"workers": 0, "max": 3}}})
+    assert caught.value.key == "pools.prefill.max"
+    assert from_dict({"pools": {"prefill": {"workers": 0, "min": 1, "max": 3}}}).pools.prefill.at_first == 1
+    assert from_dict({"pools": {"prefill": {"workers": 0}}}).pools.prefill.most == 0

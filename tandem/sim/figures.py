@@ -41,6 +41,10 @@ class Figures:
             self._now[_FIRST] += 1
             self._now[_FIRST_LATE] += outcome.ttft_s > self.ttft_s
 
+    def gave_more(self, num_tokens: int) -> None:
+        """Tokens, none of them a first one."""
+        self._now[_OUTPUT_TOKENS] += num_tokens
+
     def ended(self, outcome: Outcome) -> None:
         self.num_open -= 1
         self.num_kept += outcome.keeps(self.ttft_s, self.tpot_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,12 +13,15 @@ from tandem.core.identity import Role, WorkerKey
 from tandem.core.pages import PagePool
 from tandem.core.step_times import StepTimes
 from tandem.sim.kernel import Kernel
+from tandem.sim.quiet import advance, quiet_steps, quiet_times
 from tandem.worker.batch import Batch, SchedulerLimits
 from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.sequence import Sequence as Choice
 from tandem.worker.step_log import terms_of
 
 _SALT = b"simulated"
+# Quiet steps that are planned at once.
+_MOST_AT_ONCE = 4096
 #: Any token: nobody reads what is generated.
 TOKEN = 7
 
@@ -39,6 +43,9 @@ class Machine:
     """Args:
     on_preempted: called with each sequence that lost its pages, as a step begins.
     on_step: called with each step when it has ended.
+    on_quiet: called with the sequences of several steps in which nothing happened but a token for each, and with the
+        times of their ends, which have come; afterwards `on_step` is not called for them.
+    looks_at_s: when what `on_step` or `on_quiet` do is wanted again; `None`: after each step, one by one.
     """
 
     def __init__(
@@ -54,11 +61,13 @@ class Machine:
         mixed_step_tokens: int,
         on_preempted: Callable[[Choice], object],
         on_step: Callable[[Machine, Batch], None],
+        on_quiet: Callable[[Machine, Sequence[Choice], Sequence[float]], None],
+        looks_at_s: Callable[[Machine], float] | None,
     ) -> None:
         page_size = kv_format.layout.page_size
         self.key, self.role = key, role
-        self.pool = PagePool(num_pages, page_size)
-        self.scheduler = BatchScheduler(self.pool, limits, salt=_SALT, prefix_cache=False)
+        self._pool = PagePool(num_pages, page_size)
+        self._scheduler = BatchScheduler(self._pool, limits, salt=_SALT, prefix_cache=False)
         self.work = Work()
         self.known = KnownLoad(Report(num_available_pages=num_pages, num_commands=0))  # to the router
         self.num_waiting = 0  # requests that wait here for pages, or whose pages are on their way
@@ -66,7 +75,23 @@ class Machine:
         self._on_preempted = on_preempted
         self._kernel, self._times, self._limits, self._on_step = kernel, times, limits, on_step
         self._kv_format, self._mixed_step_tokens = kv_format, mixed_step_tokens
+        self._on_quiet, self._looks_at_s = on_quiet, looks_at_s
         self._is_busy = False
+        self._began_s = 0.0
+        self._ends_s: list[float] = []  # of the quiet steps that are under way
+        self._run = 0  # of these: a number that names them
+
+    @property
+    def pool(self) -> PagePool:
+        """As it is now."""
+        self._settle()
+        return self._pool
+
+    @property
+    def scheduler(self) -> BatchScheduler:
+        """As it is now; sequences that come join the step after the one under way."""
+        self._settle()
+        return self._scheduler
 
     def wake(self) -> None:
         """There may be something to compute."""
@@ -75,7 +100,9 @@ class Machine:
             self._kernel.after(0.0, self._turn)
 
     def _turn(self) -> None:
-        batch = self.scheduler.schedule()
+        if self._looks_at_s is not None and self._begin_quiet_steps(self._looks_at_s(self)):
+            return
+        batch = self._scheduler.schedule()
         for choice in batch.preempted:
             self.work.num_preemptions += 1
             self._on_preempted(choice)
@@ -83,24 +110,77 @@ class Machine:
             self._is_busy = False
             return
         terms = terms_of(batch)
-        seconds = self._times.seconds(terms)
-        self.work.num_steps += 1
-        self.work.busy_s += seconds
-        self.work.num_tokens += batch.num_tokens
-        self.work.num_rows += terms.num_rows
+        self._begin(batch, terms.num_rows, self._times.seconds(terms))
+
+    def _begin(self, batch: Batch, num_rows: int, seconds: float, left_s: float | None = None) -> None:
+        """`left_s`: of its time; `None`: all."""
+        self._note(1, batch.num_tokens, num_rows, seconds)
         if batch.num_paced_tokens:
             self.work.num_mixed_steps += 1
             self.work.mixed_s += seconds
-        self._kernel.after(seconds, lambda: self._end(batch))
+        self._kernel.after(seconds if left_s is None else left_s, lambda: self._end(batch))
+
+    def _note(self, num_steps: int, num_tokens: int, num_rows: int, seconds: float) -> None:
+        self.work.num_steps += num_steps
+        self.work.busy_s += seconds
+        self.work.num_tokens += num_tokens
+        self.work.num_rows += num_rows
 
     def _end(self, batch: Batch) -> None:
-        self.scheduler.apply(batch, [[TOKEN] for item in batch.items if item.samples])
+        self._scheduler.apply(batch, [[TOKEN] for item in batch.items if item.samples])
         self._on_step(self, batch)
         self._turn()
 
+    # -- steps in which nothing happens
+
+    def _begin_quiet_steps(self, until_s: float) -> bool:
+        """Those that follow now, up to the first that ends at `until_s` or later. Whether there are several."""
+        num = quiet_steps(self._scheduler, _MOST_AT_ONCE)
+        if num < 2:
+            return False
+        self._began_s = end_s = self._kernel.now_s
+        self._ends_s = []
+        for seconds in quiet_times(self._scheduler, self._times):
+            self._ends_s.append(end_s := end_s + seconds)
+            if len(self._ends_s) == num or end_s >= until_s:
+                break
+        self._run += 1
+        run = self._run
+        self._kernel.at(end_s, lambda: self._end_quiet_steps(run))
+        return True
+
+    def _end_quiet_steps(self, run: int) -> None:
+        if run == self._run and self._ends_s:
+            ends_s, self._ends_s = self._ends_s, []
+            self._take_quiet_steps(ends_s)
+            self._turn()
+
+    def _take_quiet_steps(self, ends_s: Sequence[float]) -> None:
+        """These have ended."""
+        if not ends_s:
+            return
+        running, num = list(self._scheduler.running), len(ends_s)
+        advance(self._scheduler, num, TOKEN)
+        self._note(num, num * len(running), num * len(running), ends_s[-1] - self._began_s)
+        self._on_quiet(self, running, ends_s)
+
+    def _settle(self) -> None:
+        """Somebody looks, or changes something: those that have ended are taken, and the one under way ends as any."""
+        if not self._ends_s:
+            return
+        (ends_s, self._ends_s), now_s = (self._ends_s, []), self._kernel.now_s
+        num = bisect_right(ends_s, now_s)
+        self._take_quiet_steps(ends_s[:num])
+        if num == len(ends_s):
+            self._kernel.after(0.0, self._turn)
+            return
+        batch = self._scheduler.schedule()  # nothing has changed since it began
+        begun_s = ends_s[num - 1] if num else self._began_s
+        self._begin(batch, len(batch.items), ends_s[num] - begun_s, ends_s[num] - now_s)
+
     def free(self, choice: Choice) -> None:
         """It leaves, with its pages."""
-        self.pool.release(self.scheduler.remove(choice))
+        self._pool.release(self._scheduler.remove(choice))
 
     # -- what a router sees
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tandem.sim.load import Arrival
@@ -47,3 +48,9 @@ class Outcome:
             self.first_token_s = now_s
         self.last_token_s = now_s
         self.num_tokens += 1
+
+    def several(self, ends_s: Sequence[float], longest_s: float) -> None:
+        """Tokens at these times, of which two lie `longest_s` apart at most. It has some already."""
+        self.longest_gap_s = max(self.longest_gap_s, ends_s[0] - self.last_token_s, longest_s)
+        self.last_token_s = ends_s[-1]
+        self.num_tokens += len(ends_s)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 
 from kvtransfer.layout import KvFormat
 from router.policy.choose import choose
@@ -112,11 +113,14 @@ class World:
     on_end: called with each outcome.
     scaler: what sizes the pools; `None`: the law that ships, where a pool follows its load.
     decisions: that changed the size of a pool.
+    at_once: steps in which nothing happens are taken several at a time; nothing but the time that this takes depends on
+        it.
     """
 
     shape: WorldShape
     on_end: Callable[[Outcome], object] = lambda _: None
     scaler: Scaler | None = None
+    at_once: bool = True
     kernel: Kernel = field(default_factory=lambda: Kernel(0.0))
     fleet: Fleet = field(init=False)
     figures: Figures = field(init=False)
@@ -145,10 +149,12 @@ class World:
 
     def _make(self, key: WorkerKey, role: Role) -> Machine:
         pool = self.shape.prefill if role is Role.PREFILL else self.shape.decode
+        looks_at_s = self._report_due_s if self.at_once else None
         machine = self.machines[key] = Machine(
             self.kernel, key, role, num_pages=pool.num_pages, limits=pool.limits,
             times=pool.times or self.shape.times, kv_format=self.shape.kv_format,
             mixed_step_tokens=pool.mixed_step_tokens, on_preempted=self._preempted, on_step=self._stepped,
+            on_quiet=self._stepped_quietly, looks_at_s=looks_at_s if role is Role.DECODE else None,
         )  # fmt: skip
         self._waiting[key], self._link_free_s[key] = deque(), 0.0
         self._told_s[key], self._told[key] = -self.shape.report_s, Work()
@@ -388,8 +394,23 @@ class World:
                 self._end(job)
         if machine.role is Role.DECODE:
             self._grant(machine)
+        self._may_tell(machine)
+
+    def _stepped_quietly(self, machine: Machine, running: Sequence[Choice], ends_s: Sequence[float]) -> None:
+        longest_s = max((b - a for a, b in pairwise(ends_s)), default=0.0)
+        for choice in running:
+            self._jobs[choice.request_id].outcome.several(ends_s, longest_s)
+        self.figures.gave_more(len(running) * len(ends_s))
+        if ends_s[-1] == self.kernel.now_s:
+            self._may_tell(machine)
+
+    def _report_due_s(self, machine: Machine) -> float:
+        return self._told_s[machine.key] + self.shape.report_s
+
+    def _may_tell(self, machine: Machine) -> None:
+        now_s = self.kernel.now_s
         is_idle = not machine.scheduler.running and not machine.scheduler.waiting
-        if is_idle or now_s - self._told_s[machine.key] >= self.shape.report_s:
+        if is_idle or now_s >= self._report_due_s(machine):
             self._tell(machine)
 
     def _computed(self, job: _Job) -> None:

@@ -24,6 +24,7 @@ from transformers.utils import logging as hf_logging
 
 from tandem.core.dtypes import KV_DTYPES
 from tandem.core.errors import ConfigError, ModelLoadError, TandemError, UnsupportedModelError
+from tandem.core.model_path import has_other_parts
 from tandem.core.pooling import Pooling, PoolingTask
 from tandem.engine.arena import TORCH_DTYPES
 from tandem.engine.attention.interface import ATTENTION_NAME
@@ -31,6 +32,7 @@ from tandem.engine.layout import KVLayout
 from tandem.engine.pooling_model import PoolingModel
 from tandem.engine.quantized.loading import check_all_is_understood, scheme_of, to_be_loaded
 from tandem.engine.quantized.stored_linear import StoredLinear
+from tandem.engine.text_part import TENSOR_NAMES, text_part
 
 # Says where a model comes from or how it is run, not what it computes.
 _CONFIG_NOISE = frozenset(
@@ -56,7 +58,11 @@ _HASH_CHUNK_BYTES = 64 << 20
 
 
 def load_config(model_dir: str | os.PathLike[str]) -> PreTrainedConfig:
-    """Read `config.json`. Raises `ModelLoadError` where there is none or it is not understood."""
+    """Read `config.json`; of a checkpoint that is composed of several models, what it says of the text part.
+
+    Raises `ModelLoadError` where there is none or it is not understood, `UnsupportedModelError` where what it describes
+    cannot be served.
+    """
     path = Path(model_dir)
     if not path.is_dir():
         raise ModelLoadError(f"{path} is not a directory; a model is a directory in the Hugging Face layout")
@@ -68,7 +74,7 @@ def load_config(model_dir: str | os.PathLike[str]) -> PreTrainedConfig:
         raise ModelLoadError(f"cannot read {path / 'config.json'}: {error}") from error
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{config.model_type} is an encoder-decoder; only decoder-only models are served")
-    return config
+    return text_part(config)
 
 
 @dataclass(frozen=True)
@@ -187,6 +193,9 @@ def load_model(
     if scheme_of(config) is not None:
         config = to_be_loaded(config, Path(model_dir))
     hf_logging.disable_progress_bar()  # a server's log is no terminal
+    verbosity = hf_logging.get_verbosity()
+    if has_other_parts(Path(model_dir)):
+        hf_logging.set_verbosity_error()  # it lists all that is not loaded, which is so on purpose
     try:
         model, report = kind.from_pretrained(
             model_dir,
@@ -195,12 +204,15 @@ def load_model(
             attn_implementation=ATTENTION_NAME,
             local_files_only=True,
             trust_remote_code=False,
+            key_mapping=TENSOR_NAMES,
             output_loading_info=True,
         )
     except TandemError:
         raise
     except Exception as error:
         raise ModelLoadError(f"cannot load {model_dir}: {type(error).__name__}: {error}") from error
+    finally:
+        hf_logging.set_verbosity(verbosity)
     check_all_is_understood(Path(model_dir), model, report.get("unexpected_keys") or ())
     # `transformers` fills what it misses with random numbers and only warns.
     for problem in ("missing_keys", "mismatched_keys", "error_msgs"):

@@ -338,12 +338,16 @@ def has_type_of(model: PreTrainedModel, layout: KVLayout) -> bool:
 
 def _rotary_dim(model: PreTrainedModel) -> int | None:
     """How many numbers of a head the model's rotary embeddings turn; `None` if there are none, or they differ."""
-    dims = {
-        2 * len(module.inv_freq)
-        for module in model.modules()
-        if isinstance(getattr(module, "inv_freq", None), torch.Tensor)
-    }
-    return dims.pop() if len(dims) == 1 else None
+    found = [module for module in model.modules() if isinstance(getattr(module, "inv_freq", None), torch.Tensor)]
+    dims = {2 * len(module.inv_freq) for module in found}  # type: ignore[arg-type]
+    if len(dims) != 1:
+        return None
+    x, positions = torch.empty(1, 1, 1, device=model.device), torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    for module in found:
+        cosines = attempted(module, lambda rotary=module: rotary(x, positions)[0])
+        if cosines is not None and {cosines.shape[-1]} != dims:  # each once, for both of a pair
+            return None
+    return dims.pop()
 
 
 def _linear_children(module: nn.Module, names: tuple[str, ...]) -> list[nn.Linear] | None:

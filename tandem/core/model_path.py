@@ -28,6 +28,9 @@ _PATTERNS = (_WEIGHTS, "*.json", "*.model", "*.txt", "*.jinja")
 _SHORT_TYPES = {"BF16": "bfloat16", "F16": "float16"}
 # Ends of the names that quantised layers give their scales.
 _SCALES = (".scales", ".weight_scale", ".weight_scale_inv", ".input_scale")
+#: Of `quant_method`: experts of 4 bits, as gpt-oss has them, which become bfloat16 when they are loaded.
+MXFP4 = "mxfp4"
+_MXFP4_NUMBERS = "_blocks"
 # What those of the text parts of composites are that are known to rely on them.
 _DEFAULTS = {
     "gemma3_text": {
@@ -49,7 +52,7 @@ class ModelFacts:
         max_positions: tokens of prompt and output together that the model was made for.
         num_parameters, num_bytes: of all tensors in the safetensors files, 0 when there are none.
         tensors_dtype: of all floating-point tensors in these files, whatever the config says; see `tensors_dtype`.
-        quantization: what the config says of that, where the checkpoint comes quantised.
+        quantization: what the config says of that, where the checkpoint comes quantised and is not unpacked at once.
     """
 
     name: str
@@ -123,7 +126,7 @@ def read_facts(path: str, directory: Path) -> ModelFacts:
         head_dim = hidden // heads
     kv_heads = _first(text, "num_key_value_heads")
     architectures = config.get("architectures") or ["unknown"]
-    dtype, tensors = config.get("dtype", config.get("torch_dtype")), _of_text(read_heads(directory))
+    dtype, tensors = config.get("dtype", config.get("torch_dtype")), _unpacked(_of_text(read_heads(directory)))
     return ModelFacts(
         name=model_name(path, directory),
         directory=directory,
@@ -169,6 +172,17 @@ def tensors_dtype(directory: Path) -> str:
 def _of_text(heads: dict[str, TensorHead]) -> dict[str, TensorHead]:
     """Without those of the other parts of a checkpoint that is composed of several models, which are not loaded."""
     return {name: head for name, head in heads.items() if not _OTHER_PARTS.match(name)}
+
+
+def _unpacked(heads: dict[str, TensorHead]) -> dict[str, TensorHead]:
+    """With bfloat16 for experts of MXFP4, of which two numbers lie in a byte, and scales beside them."""
+    unpacked = {}
+    for name, head in heads.items():
+        if name.endswith(_MXFP4_NUMBERS):
+            unpacked[name] = TensorHead("BF16", (*head.shape[:-1], 2 * head.shape[-1]))
+        elif f"{name.removesuffix('_scales')}{_MXFP4_NUMBERS}" not in heads:
+            unpacked[name] = head
+    return unpacked
 
 
 def _dtype_of(heads: dict[str, TensorHead]) -> str:
@@ -221,7 +235,7 @@ def _quantization(config: dict[str, Any]) -> dict[str, Any] | None:
     said = config.get("quantization_config")
     if said and not isinstance(said, dict):
         raise ModelLoadError(f"quantization_config in config.json must be an object, not {said!r}")
-    return said or None
+    return said if said and said.get("quant_method") != MXFP4 else None
 
 
 def _embedded() -> Path:

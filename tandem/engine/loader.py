@@ -30,7 +30,13 @@ from tandem.engine.arena import TORCH_DTYPES
 from tandem.engine.attention.interface import ATTENTION_NAME
 from tandem.engine.layout import KVLayout
 from tandem.engine.pooling_model import PoolingModel
-from tandem.engine.quantized.loading import check_all_is_understood, scheme_of, to_be_loaded
+from tandem.engine.quantized.loading import (
+    check_all_is_understood,
+    is_unpacked,
+    scheme_of,
+    to_be_loaded,
+    to_be_unpacked,
+)
 from tandem.engine.quantized.stored_linear import StoredLinear
 from tandem.engine.text_part import TENSOR_NAMES, text_part
 
@@ -190,8 +196,11 @@ def load_model(
         UnsupportedModelError: a head is not known here.
     """
     kind: Any = _AUTO_MODELS[pooling.task if pooling is not None else None]
+    unpacked = False
     if scheme_of(config) is not None:
         config = to_be_loaded(config, Path(model_dir))
+    elif unpacked := is_unpacked(config):
+        config = to_be_unpacked(config)
     hf_logging.disable_progress_bar()  # a server's log is no terminal
     verbosity = hf_logging.get_verbosity()
     if has_other_parts(Path(model_dir)):
@@ -213,6 +222,8 @@ def load_model(
         raise ModelLoadError(f"cannot load {model_dir}: {type(error).__name__}: {error}") from error
     finally:
         hf_logging.set_verbosity(verbosity)
+    if unpacked:
+        del model.config.quantization_config  # from now on they are plain
     check_all_is_understood(Path(model_dir), model, report.get("unexpected_keys") or ())
     # `transformers` fills what it misses with random numbers and only warns.
     for problem in ("missing_keys", "mismatched_keys", "error_msgs"):

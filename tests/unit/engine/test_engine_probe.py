@@ -41,6 +41,16 @@ LONGROPE = {
     ),
 }  # fmt: skip
 
+DECODERS = (
+    "qwen3", "mistral", "ministral3", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode", "phi", "gpt_neox", "opt",
+    "olmo2", "olmo3", "granite", "glm", "glm4", "smollm3", "cohere", "cohere2", "ernie4_5", "exaone4", "seed_oss",
+    "starcoder2", "stablelm", "arcee", "apertus", "helium", "bitnet",
+)  # fmt: skip
+MIXTURES = (
+    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo", "phimoe", "granitemoe", "granitemoe_swa", "glm4_moe",
+    "ernie4_5_moe", "minimax_m2", "gpt_oss",
+)  # fmt: skip
+
 SERVED = {
     "llama": config_of("llama"),
     "llama with a scaled RoPE": config_of(
@@ -58,15 +68,10 @@ SERVED = {
     "qwen2 with windows": config_of("qwen2", use_sliding_window=True, max_window_layers=20),
     "phi3": config_of("phi3", pad_token_id=0),
     "phi3 with longrope": config_of("phi3", pad_token_id=0, **LONGROPE),
-    **{
-        name: config_of(name)
-        for name in (
-            "qwen3", "mistral", "gemma2", "gemma3_text", "gpt2", "phi", "gpt_neox", "opt", "olmo2", "granite", "glm4",
-            "smollm3", "cohere2", "ernie4_5", "exaone4", "seed_oss", "starcoder2", "falcon", "stablelm", "nemotron",
-            "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "granitemoe", "glm4_moe", "minimax_m2", "gpt_oss",
-        )
-    },
-}  # fmt: skip
+    "nemotron": config_of("nemotron", num_key_value_heads=8),
+    "hunyuan_v1_dense": config_of("hunyuan_v1_dense", head_dim=128),
+    **{name: config_of(name) for name in DECODERS + MIXTURES},
+}
 
 REFUSED = {
     "longrope of its own": (config_of("phimoe", **LONGROPE), "phimoe.*'longrope' takes the largest"),

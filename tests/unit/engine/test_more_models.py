@@ -11,6 +11,7 @@ from typing import Any
 import engine_helpers as helpers
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
 from tandem.core.errors import UnsupportedModelError
@@ -93,6 +94,41 @@ def test_experts_are_rounded_as_linear_layers_are(mixture: Mixture) -> None:
     )
     similarity = torch.cosine_similarity(rounded.logits, plain.logits)
     assert 0.95 < float(similarity.min()) < 1 - 1e-7
+
+
+def test_experts_of_mxfp4_are_the_numbers_that_they_stand_for(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("gpt_oss", **SIZES, **EXPERTS["gpt_oss"])
+    plain_dir = tmp_path / "plain"
+    generator = torch.Generator().manual_seed(5)
+    model = make_model(ModelSpec(seed=3, dtype="bfloat16"), config)
+    packed = {}
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    for name, tensor in model.state_dict().items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            packed[name] = tensor.clone()
+            continue
+        num, inputs, outputs = tensor.shape
+        fours = torch.randint(0, 16, (num, outputs, inputs // 32, 32), generator=generator)
+        scales = torch.randint(122, 126, fours.shape[:3], generator=generator)
+        packed[f"{name}_blocks"] = (fours[..., ::2] | (fours[..., 1::2] << 4)).to(torch.uint8)
+        packed[f"{name}_scales"] = scales.to(torch.uint8)
+        numbers = table[fours % 8] * (1 - 2 * (fours // 8)) * torch.exp2(scales - 127.0)[..., None]
+        tensor.copy_(numbers.flatten(2).transpose(1, 2))
+    model.save_pretrained(plain_dir)
+    packed_dir = tmp_path / "packed"
+    packed_dir.mkdir()
+    said = json.loads((plain_dir / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (packed_dir / "config.json").write_text(json.dumps(said))
+    save_file(packed, packed_dir / "model.safetensors", metadata={"format": "pt"})
+
+    plain, unpacked = (helpers.load_engine(each, dtype="float32") for each in (plain_dir, packed_dir))
+    assert plain.weights_sha256 == unpacked.weights_sha256
+    prompts = prompts_of(40)
+    (expected,), (found,) = (helpers.drive(each, prompts, chunk=1000, num_new=3) for each in (plain, unpacked))
+    assert torch.equal(found.logits, expected.logits)
+    facts, of_plain = (read_facts(str(each), each) for each in (packed_dir, plain_dir))
+    assert (facts.num_parameters, facts.num_bytes) == (of_plain.num_parameters, of_plain.num_bytes)
+    assert (facts.tensors_dtype, facts.quantization) == ("bfloat16", None)
 
 
 def test_sinks_count(tmp_path: Path) -> None:

@@ -175,11 +175,11 @@ class Engine:
         )
         layout = loader.derive_layout(config, page_size, loader.choose_kv_dtype(cache_dtype, types, target))
         context = loader.context_of(config, max_context)
-        sinks = target.type == "cuda" and has_sinks(plain(config))
-        backend = own.attention(layout, types.computed, sinks=sinks)
         if probe:
             # The small copy runs on the CPU; a GPU's machine need not have what compiles kernels for that.
             probe_architecture(plain(config), own if target.type == "cpu" else TorchKernels())
+        sinks = target.type == "cuda" and has_sinks(plain(config))
+        backend = own.attention(layout, types.computed, sinks)
         model = loader.load_stored(model_dir, config, types, target, pooling)
         if rope := settle_rope(model, context):
             _log.info("%s: %s", model_dir, rope)

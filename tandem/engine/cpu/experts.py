@@ -286,7 +286,7 @@ class PackedRouter(nn.Module):
         others = torch.zeros(len(wanted) - 1, len(self.original.weight))
         with torch.inference_mode(), _PackedProduct(self.original.weight, self._packed) as mode:
             self.original(hidden_states, *others)
-        return mode.num_products == 1
+        return bool(mode.num_products == 1)
 
 
 def _pack_router(module: Any, num_threads: int) -> PackedRouter | None:

@@ -38,7 +38,7 @@ class CPUKernels:
         self.can_multiply_short = has_bfloat16_products()
         self.can_widen_float16 = widens_float16()
 
-    def attention(self, layout: KVLayout, computed: str | None = None, *, sinks: bool = False) -> AttentionBackend:
+    def attention(self, layout: KVLayout, computed: str | None = None, _sinks: bool = False) -> AttentionBackend:
         if (computed or layout.dtype) == "float32" and can_attend(layout):
             return CPUAttention(self._num_threads)
         return ReferenceAttention()

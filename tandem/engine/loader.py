@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,8 @@ _CONFIG_NOISE = frozenset(
     }
 )
 
+_log = logging.getLogger(__name__)
+
 #: What weights of linear layers can be rounded to when they are loaded, and its bits.
 QUANTIZED = {"int8": 8, "int4": 4}
 
@@ -80,7 +83,10 @@ def load_config(model_dir: str | os.PathLike[str]) -> PreTrainedConfig:
         raise ModelLoadError(f"cannot read {path / 'config.json'}: {error}") from error
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{config.model_type} is an encoder-decoder; only decoder-only models are served")
-    return text_part(config)
+    part = text_part(config)
+    if part is not config:
+        _log.info("%s: the text part of %s is served, as %s", path, config.model_type, part.model_type)
+    return part
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,13 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from engine_helpers import REPOSITORY, environment_without_wide_vectors
+from transformers import AutoConfig
 
 from tandem.core.errors import UnsupportedModelError
 from tandem.engine.arena import KVArena
@@ -22,6 +24,7 @@ from tandem.engine.cpu.attention_kernel import ATTEND
 from tandem.engine.cpu.vector_ir import has_wide_vectors
 from tandem.engine.cuda.attention import refusal
 from tandem.engine.cuda.decode_step import DecodeStep
+from tandem.engine.fuse.small_model import has_sinks
 from tandem.engine.layout import KVLayout
 from tandem.engine.select_kernels import kernels_for
 
@@ -242,6 +245,22 @@ class _KernelError(Exception):
 
 def _raise(_: torch.Tensor) -> torch.Tensor:
     raise _KernelError
+
+
+class _WithoutSinks:
+    name = "without"
+
+    def attend(self, batch, arena, layer, query, params):  # type: ignore[no-untyped-def]
+        return ReferenceAttention().attend(batch, arena, layer, query, replace(params, sinks=None))
+
+
+def test_a_kernel_that_passes_sinks_over_does_not_serve_a_model_that_has_some() -> None:
+    layout, cpu = KVLayout(1, 2, 16, 4, "float32"), torch.device("cpu")
+    assert refusal(_WithoutSinks(), layout, cpu) is None
+    assert "differs from the reference" in str(refusal(_WithoutSinks(), layout, cpu, sinks=True))
+    assert refusal(ReferenceAttention(), layout, cpu, sinks=True) is None
+    assert has_sinks(AutoConfig.for_model("gpt_oss"))
+    assert not has_sinks(AutoConfig.for_model("qwen3_moe"))
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16, 256])

@@ -202,15 +202,15 @@ def load_model(
         UnsupportedModelError: a head is not known here.
     """
     kind: Any = _AUTO_MODELS[pooling.task if pooling is not None else None]
-    unpacked = False
-    if scheme_of(config) is not None:
-        config = to_be_loaded(config, Path(model_dir))
-    elif unpacked := is_unpacked(config):
+    unpacked = is_unpacked(config)
+    if unpacked:
         config = to_be_unpacked(config)
+    elif scheme_of(config) is not None:
+        config = to_be_loaded(config, Path(model_dir))
     hf_logging.disable_progress_bar()  # a server's log is no terminal
     verbosity = hf_logging.get_verbosity()
-    if has_other_parts(Path(model_dir)):
-        hf_logging.set_verbosity_error()  # it lists all that is not loaded, which is so on purpose
+    if unpacked or has_other_parts(Path(model_dir)):
+        hf_logging.set_verbosity_error()  # it warns of what is so on purpose, and lists all that is not loaded
     try:
         model, report = kind.from_pretrained(
             model_dir,
@@ -228,8 +228,6 @@ def load_model(
         raise ModelLoadError(f"cannot load {model_dir}: {type(error).__name__}: {error}") from error
     finally:
         hf_logging.set_verbosity(verbosity)
-    if unpacked:
-        del model.config.quantization_config  # from now on they are plain
     check_all_is_understood(Path(model_dir), model, report.get("unexpected_keys") or ())
     # `transformers` fills what it misses with random numbers and only warns.
     for problem in ("missing_keys", "mismatched_keys", "error_msgs"):

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from tandem.core.errors import ModelLoadError, UnsupportedModelError
 from tandem.engine import loader
 from tandem.engine.arena import KVArena
+from tandem.engine.attention.interface import ATTENTION_NAME
 from tandem.engine.batch import SequenceInput
 from tandem.engine.fuse.small_config import shrink_config
 from tandem.engine.fuse.small_model import draw_twins
@@ -70,10 +71,14 @@ def probe_architecture(config: PreTrainedConfig, kernels: Kernels | None = None)
     except (ModelLoadError, MemoryError):
         raise
     except Exception as error:
-        raise UnsupportedModelError(
-            f"{name} cannot be served: its small copy does not run: {type(error).__name__}: {error}"
-        ) from error
+        raise UnsupportedModelError(f"{name} cannot be served: {_why_not_run(error)}") from error
     _compare(name, config, expected, found, moved)
+
+
+def _why_not_run(error: Exception) -> str:
+    if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
+        return "its attention does not go through the interface of `transformers`"
+    return f"its small copy does not run: {type(error).__name__}: {error}"
 
 
 def _name(config: PreTrainedConfig) -> str:

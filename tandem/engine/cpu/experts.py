@@ -249,11 +249,11 @@ _CONVERSIONS = (torch.Tensor.float, torch.Tensor.to, torch.Tensor.type)
 
 
 class _PackedProduct(TorchFunctionMode):
-    """Computes `linear` with one weight by a packed layer."""
+    """Computes `linear` with a router's weight and bias by a packed layer."""
 
-    def __init__(self, weight: torch.Tensor, packed: PackedLinear) -> None:
+    def __init__(self, router: Any, packed: PackedLinear) -> None:
         super().__init__()
-        self._weight, self._packed = weight, packed
+        self._weight, self._bias, self._packed = router.weight, getattr(router, "bias", None), packed
         self.num_products = 0
 
     def __torch_function__(
@@ -261,10 +261,13 @@ class _PackedProduct(TorchFunctionMode):
     ) -> Any:
         if function in _CONVERSIONS and args[0] is self._weight:
             return self._weight  # it is widened as it is multiplied
+        kwargs = kwargs or {}
         if function is nn.functional.linear and len(args) > 1 and args[1] is self._weight:
-            self.num_products += 1
-            return self._packed(args[0].float())
-        return function(*args, **(kwargs or {}))
+            bias = args[2] if len(args) > 2 else kwargs.get("bias")
+            if bias is self._bias:
+                self.num_products += 1
+                return self._packed(args[0].float())
+        return function(*args, **kwargs)
 
 
 class PackedRouter(nn.Module):
@@ -276,7 +279,7 @@ class PackedRouter(nn.Module):
         self._packed = PackedLinear(original.weight, getattr(original, "bias", None), num_threads)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with _PackedProduct(self.original.weight, self._packed):
+        with _PackedProduct(self.original, self._packed):
             return self.original(*args, **kwargs)
 
     def multiplies(self, hidden_states: torch.Tensor) -> bool:
@@ -284,17 +287,17 @@ class PackedRouter(nn.Module):
         parameters = inspect.signature(self.original.forward).parameters.values()
         wanted = [part for part in parameters if part.default is part.empty and part.kind is part.POSITIONAL_OR_KEYWORD]
         others = torch.zeros(len(wanted) - 1, len(self.original.weight))
-        with torch.inference_mode(), _PackedProduct(self.original.weight, self._packed) as mode:
+        with torch.inference_mode(), _PackedProduct(self.original, self._packed) as mode:
             self.original(hidden_states, *others)
         return bool(mode.num_products == 1)
 
 
 def _pack_router(module: Any, num_threads: int) -> PackedRouter | None:
-    own = dict(module.named_parameters())
-    weight = own.pop("weight", None)
+    own = dict(module.named_parameters(recurse=False))
+    weight, bias = own.get("weight"), own.get("bias")
     if type(module) in LINEAR or isinstance(module, nn.Embedding) or weight is None or weight.dim() != 2:
         return None
-    if set(own) - {"bias"} or own.get("bias", weight[:, 0]).shape != weight.shape[:1]:
+    if bias is not None and bias.shape != weight.shape[:1]:
         return None
     packed = PackedRouter(module, num_threads)
     rows = random(NUM_ROW_SCALES, weight.shape[1])

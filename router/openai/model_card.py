@@ -13,7 +13,7 @@ from router.openai.refusal import shown
 from router.tools.formats import ToolFormat, format_of
 from tandem.core.config import Config
 from tandem.core.errors import ModelLoadError, ModelNotFoundError
-from tandem.core.model_path import ANY_NAME, model_name, shown_name
+from tandem.core.model_path import ANY_NAME, model_name, shown_name, text_config
 from tandem.core.pooling import Pooling, read_pooling
 from tandem.core.tokenizer import Tokenizer
 
@@ -47,7 +47,7 @@ class ModelCard:
             facts: dict[str, Any] = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise ModelLoadError(f"{path} cannot be read: {error}") from error
-        facts |= facts.get("text_config") or {}
+        facts = text_config(facts)
         own = model_name(config.model.path, model_dir)
         names = config.model.served_names or (own,)
         limits = [facts[key] for key in _CONTEXT_KEYS if isinstance(facts.get(key), int)][:1]

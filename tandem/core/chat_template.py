@@ -55,6 +55,14 @@ class ChatOptions:
 _USUAL = ChatOptions()
 
 
+def _template_of_processor(path: Path) -> Any:
+    try:
+        said = json.loads(path.read_text()) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}") from error
+    return said.get("chat_template") if isinstance(said, dict) else None
+
+
 class ChatTemplate:
     """Turns a list of messages into the text of a prompt."""
 
@@ -79,9 +87,13 @@ class ChatTemplate:
 
     @classmethod
     def from_dir(cls, model_dir: Path, tokenizer_config: dict[str, Any], name: str = "default") -> ChatTemplate | None:
-        """`chat_template.jinja` where there is one, else the one in `tokenizer_config.json`, else `None`.
+        """`chat_template.jinja` where there is one, else the one in `tokenizer_config.json`, else that of
+        `chat_template.json`, where checkpoints that also read images have it, else `None`.
 
-        Older checkpoints have several by name there; one that stands alone is the `default`.
+        Older checkpoints have several by name in `tokenizer_config.json`; one that stands alone is the `default`.
+
+        Raises:
+            ModelLoadError: `chat_template.json` cannot be read.
         """
         path = model_dir / "chat_template.jinja"
         if path.is_file() and name == "default":
@@ -91,6 +103,8 @@ class ChatTemplate:
             source = {entry["name"]: entry["template"] for entry in source}.get(name)
         elif name != "default":
             return None
+        elif source is None:
+            source = _template_of_processor(model_dir / "chat_template.json")
         return cls(source) if isinstance(source, str) else None
 
     def render(

@@ -165,7 +165,8 @@ class CacheConfig:
     )
     max_context: int = _key(
         0, "The most tokens of prompt and output together; 0: the model's own limit. Lower it to refuse requests that "
-        "would take most of the pages.", minimum=0
+        "would take most of the pages; of a model with longrope it also decides which of its factors hold "
+        "(docs/checkpoints.md).", minimum=0
     )
     prefix_cache: bool = _key(
         True, "Keep full pages of ended requests for prompts that begin alike; the least recently used go first. Turn "

@@ -28,8 +28,19 @@ _PATTERNS = (_WEIGHTS, "*.json", "*.model", "*.txt", "*.jinja")
 _SHORT_TYPES = {"BF16": "bfloat16", "F16": "float16"}
 # Ends of the names that quantised layers give their scales.
 _SCALES = (".scales", ".weight_scale", ".weight_scale_inv", ".input_scale")
-# What a config calls the number of its experts.
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+#: Of `quant_method`: experts of 4 bits, as gpt-oss has them, which become bfloat16 when they are loaded.
+MXFP4 = "mxfp4"
+_MXFP4_NUMBERS = "_blocks"
+# What those of the text parts of composites are that are known to rely on them.
+_DEFAULTS = {
+    "gemma3_text": {
+        "hidden_size": 2304, "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "head_dim": 256, "vocab_size": 262_208, "max_position_embeddings": 131_072,
+    },
+    "llama": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048},
+}  # fmt: skip
+# Of what is not the text part of a checkpoint.
+_OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\.")
 
 
 @dataclass(frozen=True)
@@ -41,8 +52,7 @@ class ModelFacts:
         max_positions: tokens of prompt and output together that the model was made for.
         num_parameters, num_bytes: of all tensors in the safetensors files, 0 when there are none.
         tensors_dtype: of all floating-point tensors in these files, whatever the config says; see `tensors_dtype`.
-        has_experts: it is a mixture of experts.
-        quantization: what the config says of that, where the checkpoint comes quantised.
+        quantization: what the config says of that, where the checkpoint comes quantised and is not unpacked at once.
     """
 
     name: str
@@ -56,7 +66,6 @@ class ModelFacts:
     num_parameters: int
     num_bytes: int = 0
     tensors_dtype: str = "float32"
-    has_experts: bool = False
     quantization: dict[str, Any] | None = None
 
     def kv_bytes_per_token(self, dtype: str) -> int | None:
@@ -109,7 +118,7 @@ def shown_name(served_names: Iterable[str], own_name: str) -> str:
 def read_facts(path: str, directory: Path) -> ModelFacts:
     """What `directory`'s files tell. Raises `ModelLoadError` when `config.json` is not readable."""
     config = _read_json(directory / "config.json")
-    text = config.get("text_config", config)
+    text = text_config(config)
     heads = _first(text, "num_attention_heads", "n_head")
     hidden = _first(text, "hidden_size", "n_embd")
     head_dim = _first(text, "head_dim")
@@ -117,7 +126,7 @@ def read_facts(path: str, directory: Path) -> ModelFacts:
         head_dim = hidden // heads
     kv_heads = _first(text, "num_key_value_heads")
     architectures = config.get("architectures") or ["unknown"]
-    dtype, tensors = config.get("dtype", config.get("torch_dtype")), read_heads(directory)
+    dtype, tensors = config.get("dtype", config.get("torch_dtype")), _unpacked(_of_text(read_heads(directory)))
     return ModelFacts(
         name=model_name(path, directory),
         directory=directory,
@@ -130,9 +139,24 @@ def read_facts(path: str, directory: Path) -> ModelFacts:
         num_parameters=sum(math.prod(head.shape) for head in tensors.values()),
         num_bytes=sum(head.num_bytes for head in tensors.values()),
         tensors_dtype=_dtype_of(tensors),
-        has_experts=any(_first(text, name) for name in _EXPERTS),
         quantization=_quantization(config),
     )
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """What a `config.json` says of the part that reads and writes text, where it is composed of several models.
+
+    Composites leave out what is as their text part's type has it by default.
+    """
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        return config
+    return config | _DEFAULTS.get(str(text.get("model_type")), {}) | text
+
+
+def has_other_parts(directory: Path) -> bool:
+    """Whether the checkpoint holds tensors of other parts than that which reads and writes text."""
+    return any(_OTHER_PARTS.match(name) for name in read_heads(directory))
 
 
 def tensors_dtype(directory: Path) -> str:
@@ -142,7 +166,23 @@ def tensors_dtype(directory: Path) -> str:
     Raises:
         ModelLoadError: a file is no safetensors file.
     """
-    return _dtype_of(read_heads(directory))
+    return _dtype_of(_of_text(read_heads(directory)))
+
+
+def _of_text(heads: dict[str, TensorHead]) -> dict[str, TensorHead]:
+    """Without those of the other parts of a checkpoint that is composed of several models, which are not loaded."""
+    return {name: head for name, head in heads.items() if not _OTHER_PARTS.match(name)}
+
+
+def _unpacked(heads: dict[str, TensorHead]) -> dict[str, TensorHead]:
+    """With bfloat16 for experts of MXFP4, of which two numbers lie in a byte, and scales beside them."""
+    unpacked = {}
+    for name, head in heads.items():
+        if name.endswith(_MXFP4_NUMBERS):
+            unpacked[name] = TensorHead("BF16", (*head.shape[:-1], 2 * head.shape[-1]))
+        elif f"{name.removesuffix('_scales')}{_MXFP4_NUMBERS}" not in heads:
+            unpacked[name] = head
+    return unpacked
 
 
 def _dtype_of(heads: dict[str, TensorHead]) -> str:
@@ -195,7 +235,7 @@ def _quantization(config: dict[str, Any]) -> dict[str, Any] | None:
     said = config.get("quantization_config")
     if said and not isinstance(said, dict):
         raise ModelLoadError(f"quantization_config in config.json must be an object, not {said!r}")
-    return said or None
+    return said if said and said.get("quant_method") != MXFP4 else None
 
 
 def _embedded() -> Path:

@@ -20,12 +20,14 @@ from tandem.engine.attention.interface import AttentionBackend
 from tandem.engine.batch import SequenceInput
 from tandem.engine.cuda.decode_step import DecodeBackend
 from tandem.engine.cuda.graphs import CudaCapture, DecodeGraphs
+from tandem.engine.fuse.small_model import has_sinks
 from tandem.engine.kernels import DecodeSteps, Kernels, SharedWeights
 from tandem.engine.layout import KVLayout
 from tandem.engine.loader import Types
 from tandem.engine.paged_model import PagedModel
 from tandem.engine.probe import probe_architecture
 from tandem.engine.quantized.loading import plain, scheme_of
+from tandem.engine.rope import settle_rope
 from tandem.engine.sampler import Sampler
 from tandem.engine.select_kernels import kernels_for
 from tandem.engine.torch_kernels import TorchKernels
@@ -173,11 +175,14 @@ class Engine:
         )
         layout = loader.derive_layout(config, page_size, loader.choose_kv_dtype(cache_dtype, types, target))
         context = loader.context_of(config, max_context)
-        backend = own.attention(layout, types.computed)
         if probe:
             # The small copy runs on the CPU; a GPU's machine need not have what compiles kernels for that.
             probe_architecture(plain(config), own if target.type == "cpu" else TorchKernels())
+        sinks = target.type == "cuda" and has_sinks(plain(config))
+        backend = own.attention(layout, types.computed, sinks)
         model = loader.load_stored(model_dir, config, types, target, pooling)
+        if rope := settle_rope(model, context):
+            _log.info("%s: %s", model_dir, rope)
         num_scratch = int(_has_scratch_page(backend, target))
 
         def make_arena() -> KVArena:

@@ -62,8 +62,9 @@ class Kernels(Protocol):
     can_multiply_short: bool
     can_widen_float16: bool
 
-    def attention(self, layout: KVLayout, computed: str | None = None) -> AttentionBackend:
-        """The kernel for pages of `layout` and queries of the type `computed`, by default that of the pages.
+    def attention(self, layout: KVLayout, computed: str | None = None, sinks: bool = False) -> AttentionBackend:
+        """The kernel for pages of `layout` and queries of the type `computed`, by default that of the pages; for a
+        model that has attention sinks where `sinks` says so.
 
         Raises `ConfigError` where none takes them.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +25,21 @@ from transformers.utils import logging as hf_logging
 
 from tandem.core.dtypes import KV_DTYPES
 from tandem.core.errors import ConfigError, ModelLoadError, TandemError, UnsupportedModelError
+from tandem.core.model_path import has_other_parts
 from tandem.core.pooling import Pooling, PoolingTask
 from tandem.engine.arena import TORCH_DTYPES
 from tandem.engine.attention.interface import ATTENTION_NAME
 from tandem.engine.layout import KVLayout
 from tandem.engine.pooling_model import PoolingModel
-from tandem.engine.quantized.loading import check_all_is_understood, scheme_of, to_be_loaded
+from tandem.engine.quantized.loading import (
+    check_all_is_understood,
+    is_unpacked,
+    scheme_of,
+    to_be_loaded,
+    to_be_unpacked,
+)
 from tandem.engine.quantized.stored_linear import StoredLinear
+from tandem.engine.text_part import TENSOR_NAMES, text_part
 
 # Says where a model comes from or how it is run, not what it computes.
 _CONFIG_NOISE = frozenset(
@@ -49,6 +58,8 @@ _CONFIG_NOISE = frozenset(
     }
 )
 
+_log = logging.getLogger(__name__)
+
 #: What weights of linear layers can be rounded to when they are loaded, and its bits.
 QUANTIZED = {"int8": 8, "int4": 4}
 
@@ -56,7 +67,11 @@ _HASH_CHUNK_BYTES = 64 << 20
 
 
 def load_config(model_dir: str | os.PathLike[str]) -> PreTrainedConfig:
-    """Read `config.json`. Raises `ModelLoadError` where there is none or it is not understood."""
+    """Read `config.json`; of a checkpoint that is composed of several models, what it says of the text part.
+
+    Raises `ModelLoadError` where there is none or it is not understood, `UnsupportedModelError` where what it describes
+    cannot be served.
+    """
     path = Path(model_dir)
     if not path.is_dir():
         raise ModelLoadError(f"{path} is not a directory; a model is a directory in the Hugging Face layout")
@@ -68,7 +83,10 @@ def load_config(model_dir: str | os.PathLike[str]) -> PreTrainedConfig:
         raise ModelLoadError(f"cannot read {path / 'config.json'}: {error}") from error
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{config.model_type} is an encoder-decoder; only decoder-only models are served")
-    return config
+    part = text_part(config)
+    if part is not config:
+        _log.info("%s: the text part of %s is served, as %s", path, config.model_type, part.model_type)
+    return part
 
 
 @dataclass(frozen=True)
@@ -184,9 +202,15 @@ def load_model(
         UnsupportedModelError: a head is not known here.
     """
     kind: Any = _AUTO_MODELS[pooling.task if pooling is not None else None]
-    if scheme_of(config) is not None:
+    unpacked = is_unpacked(config)
+    if unpacked:
+        config = to_be_unpacked(config)
+    elif scheme_of(config) is not None:
         config = to_be_loaded(config, Path(model_dir))
     hf_logging.disable_progress_bar()  # a server's log is no terminal
+    verbosity = hf_logging.get_verbosity()
+    if unpacked or has_other_parts(Path(model_dir)):
+        hf_logging.set_verbosity_error()  # it warns of what is so on purpose, and lists all that is not loaded
     try:
         model, report = kind.from_pretrained(
             model_dir,
@@ -195,12 +219,15 @@ def load_model(
             attn_implementation=ATTENTION_NAME,
             local_files_only=True,
             trust_remote_code=False,
+            key_mapping=TENSOR_NAMES,
             output_loading_info=True,
         )
     except TandemError:
         raise
     except Exception as error:
         raise ModelLoadError(f"cannot load {model_dir}: {type(error).__name__}: {error}") from error
+    finally:
+        hf_logging.set_verbosity(verbosity)
     check_all_is_understood(Path(model_dir), model, report.get("unexpected_keys") or ())
     # `transformers` fills what it misses with random numbers and only warns.
     for problem in ("missing_keys", "mismatched_keys", "error_msgs"):

@@ -15,13 +15,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from tandem.core.errors import ModelLoadError, UnsupportedModelError
 from tandem.engine import loader
 from tandem.engine.arena import KVArena
+from tandem.engine.attention.interface import ATTENTION_NAME
 from tandem.engine.batch import SequenceInput
 from tandem.engine.fuse.small_config import shrink_config
 from tandem.engine.fuse.small_model import draw_twins
 from tandem.engine.kernels import Kernels
 from tandem.engine.loader import Types
 from tandem.engine.paged_model import PagedModel
+from tandem.engine.rope import settle_rope
 from tandem.engine.select_kernels import kernels_for
+from tandem.engine.unserved import why_unserved
 
 #: Two logits agree if they differ by less than this share of the standard deviation of all logits.
 TOLERANCE = 1e-3
@@ -49,25 +52,33 @@ def probe_architecture(config: PreTrainedConfig, kernels: Kernels | None = None)
     Raises `UnsupportedModelError` with the name of the architecture and what went wrong.
     """
     name = _name(config)
+    if reason := why_unserved(config):
+        raise UnsupportedModelError(f"{name} cannot be served: {reason}")
     try:
         small = shrink_config(config)
         eager, paged = draw_twins(small)
-        model = _paged_model(paged, small, kernels or kernels_for(torch.device("cpu")))
+        for model in (eager, paged):
+            settle_rope(model, _LONG)
+        served = _paged_model(paged, small, kernels or kernels_for(torch.device("cpu")))
         generator = torch.Generator().manual_seed(1)
-        prompts = [torch.randint(0, model.vocab_size, (n,), generator=generator).tolist() for n in (_LONG, _SHORT)]
-        found = _run_paged(model, prompts)
+        prompts = [torch.randint(0, served.vocab_size, (n,), generator=generator).tolist() for n in (_LONG, _SHORT)]
+        found = _run_paged(served, prompts)
         with torch.inference_mode():
             expected = [_run_eager(eager, prompt) for prompt in prompts]
-            moved = _run_eager(eager, _with_other_history(prompts[0], model.vocab_size))
+            moved = _run_eager(eager, _with_other_history(prompts[0], served.vocab_size))
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{name} cannot be served: {error.message}{_hint(config)}") from error
     except (ModelLoadError, MemoryError):
         raise
     except Exception as error:
-        raise UnsupportedModelError(
-            f"{name} cannot be served: its small copy does not run: {type(error).__name__}: {error}"
-        ) from error
+        raise UnsupportedModelError(f"{name} cannot be served: {_why_not_run(error)}") from error
     _compare(name, config, expected, found, moved)
+
+
+def _why_not_run(error: Exception) -> str:
+    if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
+        return "its attention does not go through the interface of `transformers`"
+    return f"its small copy does not run: {type(error).__name__}: {error}"
 
 
 def _name(config: PreTrainedConfig) -> str:
@@ -143,12 +154,6 @@ def _hint(config: PreTrainedConfig) -> str:
         f"rope_type {kind!r} takes the largest position of the batch for all its requests"
         for kind in sorted(kinds & {"longrope", "dynamic"})
     ]
-    if getattr(text, "attention_chunk_size", None):
-        reasons.append("its chunked attention mask does not reach the attention function")
-    layer_types = set(getattr(text, "layer_types", None) or ())
-    others = sorted(layer_types - {"full_attention", "sliding_attention", "chunked_attention"})
-    if others:
-        reasons.append(f"layers of type {', '.join(others)} carry state between the requests of a flat batch")
     return f" ({'; '.join(reasons)})" if reasons else ""
 
 

@@ -95,6 +95,7 @@ def make_model(spec: ModelSpec, config: PreTrainedConfig | None = None) -> PreTr
     that as noise.
     """
     with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(spec.seed)  # some vectors are drawn by their class
         model = AutoModelForCausalLM.from_config(config or make_config(spec), dtype=torch.float32)
     generator = torch.Generator().manual_seed(spec.seed)
     with torch.no_grad():

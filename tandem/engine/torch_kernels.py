@@ -22,7 +22,7 @@ class TorchKernels:
 
     can_widen = can_multiply_short = can_widen_float16 = False
 
-    def attention(self, _layout: KVLayout, _computed: str | None = None) -> AttentionBackend:
+    def attention(self, _layout: KVLayout, _computed: str | None = None, _sinks: bool = False) -> AttentionBackend:
         return ReferenceAttention()
 
     def fuse(self, _model: PreTrainedModel, _layout: KVLayout, _types: Types) -> Fused:

@@ -9,6 +9,7 @@ from typing import Any
 
 from tandem.core.dtypes import kv_head_bytes
 from tandem.core.errors import ConfigError
+from tandem.core.model_path import text_config
 from tandem.core.step_times import ModelSize
 
 
@@ -128,7 +129,7 @@ def find_shape(model: str) -> ModelShape:
 
 
 def _of_config(name: str, config: dict[str, Any]) -> ModelShape:
-    config = config | (config.get("text_config") or {})
+    config = text_config(config)
 
     def find(field: str) -> int | None:
         return next((config[key] for key in _NAMES[field] if isinstance(config.get(key), int)), None)

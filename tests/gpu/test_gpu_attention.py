@@ -117,6 +117,20 @@ def test_triton(
     compare(TritonAttention(), paged, params)
 
 
+@pytest.mark.parametrize("num_processors", [0, 132])
+@pytest.mark.parametrize("window", [0, 24])
+def test_triton_with_sinks(
+    triton_device: torch.device, window: int, num_processors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sink counts once, in however many parts a context is cut."""
+    from tandem.engine.cuda import attention_triton
+
+    monkeypatch.setattr(attention_triton, "_num_processors", lambda _: num_processors)
+    paged = Paged.make(triton_device, "float32", 16, 6, 2, 64)
+    sinks = torch.linspace(-3.0, 6.0, 6, device=triton_device)
+    compare(attention_triton.TritonAttention(), paged, AttentionParams(0.125, window=window, sinks=sinks))
+
+
 @pytest.mark.parametrize("num_processors", [0, 7, pytest.param(132, marks=pytest.mark.faults)])
 def test_triton_in_any_number_of_parts(
     triton_device: torch.device, num_processors: int, monkeypatch: pytest.MonkeyPatch

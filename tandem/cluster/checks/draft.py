@@ -56,7 +56,7 @@ def draft_bytes(config: Config) -> int:
 
 
 def _weight_bytes(facts: ModelFacts, wanted: SpeculationConfig) -> int:
-    return weight_bytes(facts, "float32" if facts.has_experts else facts.tensors_dtype, wanted.draft_quantize)
+    return weight_bytes(facts, facts.tensors_dtype, wanted.draft_quantize)
 
 
 def weight_bytes(facts: ModelFacts, stored: str, quantize: str) -> int:

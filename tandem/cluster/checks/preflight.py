@@ -378,8 +378,6 @@ class Preflight:
         chosen = self.config.model.dtype
         if self._on_gpu:
             return self.dtype
-        if self.facts.has_experts and chosen != "float16":  # they are widened: no kernel of ours takes them
-            return "float32"
         return chosen if chosen in ("float16", "bfloat16") else self.facts.tensors_dtype
 
     @property

@@ -76,6 +76,7 @@ def paged_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -95,8 +96,20 @@ def paged_attention(
         scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window=int(sliding_window) if sliding_window else 0,
         softcap=float(softcap) if softcap else 0.0,
+        sinks=_sinks(module, query.shape[1], s_aux),
     )
     return attend_written(context, layer, query[0].transpose(0, 1), params)[None], None
+
+
+def _sinks(module: torch.nn.Module, num_heads: int, given: torch.Tensor | None) -> torch.Tensor | None:
+    """A score for each head that only adds to the sum of its weights, as `transformers` hands it: `[heads]`."""
+    if given is None:
+        return None
+    if tuple(given.shape) != (num_heads,):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} brings attention sinks of shape {tuple(given.shape)} for {num_heads} heads"
+        )
+    return given.detach().float().contiguous()
 
 
 def begin_layer(

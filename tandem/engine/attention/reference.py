@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -18,6 +18,8 @@ class AttentionParams:
     scaling: float
     window: int = 0  # a query sees the last `window` tokens, itself included; 0: all
     softcap: float = 0.0  # scores become softcap * tanh(score / softcap); 0: off
+    # [heads] float32 without gaps: a score of each head beside those of the tokens, of no value. Its weight is lost.
+    sinks: torch.Tensor | None = field(default=None, compare=False)
 
     def first_visible(self, position: int) -> int:
         """Return the first token that the query at `position` sees."""
@@ -54,7 +56,12 @@ def attend_math(
         scores = torch.tanh(scores / params.softcap) * params.softcap
     visible = visibility(query.shape[0], key.shape[0], start, begin, params.window, query.device)
     scores = scores.masked_fill(~visible, float("-inf"))
-    output = torch.matmul(torch.softmax(scores, dim=-1), values)
+    if params.sinks is None:
+        weights = torch.softmax(scores, dim=-1)
+    else:
+        sinks = params.sinks.view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]
+    output = torch.matmul(weights, values)
     return output.flatten(0, 1).transpose(0, 1)
 
 

@@ -429,8 +429,8 @@ def _attend(kind, first, end, arguments):  # type: ignore[no-untyped-def] # prag
     """Items `[first, end)`: a block's rows with one of `splits` parts of the KV heads."""
     (
         query, num_heads, head_dim, pages, tables_at, num_tables, table_width, blocks_at, num_blocks, kv_heads,
-        splits, page_size, scaling_word, window, softcap_word, output_at,
-    ) = _sixteen_words(arguments)  # fmt: skip
+        splits, page_size, scaling_word, window, softcap_word, sinks_at, output_at,
+    ) = _seventeen_words(arguments)  # fmt: skip
     scaling, softcap = real(scaling_word), real(softcap_word)
     group = num_heads // kv_heads
     own = kv_heads // splits
@@ -441,7 +441,7 @@ def _attend(kind, first, end, arguments):  # type: ignore[no-untyped-def] # prag
     padded = (page_size + _LANES - 1) // _LANES * _LANES
     blocks = numba.carray(int64s(blocks_at), (num_blocks, 4))
     tables = numba.carray(int32s(tables_at), (num_tables, table_width))
-    output = float32s(output_at)
+    output, sinks = float32s(output_at), float32s(sinks_at)
     scores = np.empty((max(_BLOCK_ROWS, own) * group, padded), dtype=np.float32)
     total = np.empty((_BLOCK_ROWS, num_own, head_dim), dtype=np.float32)
     weight_sum = np.empty((_BLOCK_ROWS, num_own), dtype=np.float32)
@@ -453,6 +453,10 @@ def _attend(kind, first, end, arguments):  # type: ignore[no-untyped-def] # prag
         total[:num_rows] = 0
         weight_sum[:num_rows] = 0
         greatest[:num_rows] = -np.inf
+        if sinks_at:  # as a first score, whose value is zero
+            weight_sum[:num_rows] = 1
+            for head in range(num_own):
+                greatest[:num_rows, head] = sinks[first_head * group + head]
         first_seen = max(first_position - window + 1, 0) if window > 0 else 0
         for index in range(first_seen // page_size, (first_position + num_rows - 1) // page_size + 1):
             page = pages + tables[table, index] * 2 * page_size * token_bytes
@@ -543,10 +547,10 @@ def _attend_int8(first, end, arguments):  # type: ignore[no-untyped-def] # pragm
     _attend(INT8, first, end, arguments)
 
 
-_sixteen_words = words(16)
+_seventeen_words = words(17)
 #: By the type of K and V in the pages. Their items are blocks, times the parts of their KV heads.
 ATTEND: Mapping[str, Kernel] = {
-    name: Kernel(function, "iii" + "iiii" + "iiiii" + "fif" + "i")
+    name: Kernel(function, "iii" + "iiii" + "iiiii" + "fif" + "ii")
     for name, function in (("float32", _attend_float32), ("bfloat16", _attend_bfloat16), ("int8", _attend_int8))
 }
 
@@ -606,6 +610,7 @@ def attend_call(
     Args:
         reads: each query row in exactly one of its spans.
         layout: of the pages; `can_attend(layout)`.
+        params: its sinks must stay where they are until then.
         pages: address of one layer of the arena, `[page][K|V][slot][kv_head][head_dim]`.
         query: address of `[rows, num_heads, head_dim]` float32, without gaps.
         output: address of memory like `query`. A row's result depends neither on the other rows nor on the threads: it
@@ -615,7 +620,8 @@ def attend_call(
     kv_heads = layout.num_kv_heads
     # With few blocks the KV heads are shared out too, so that every thread has work.
     splits = kv_heads if num_threads > 1 and reads.num_blocks < 4 * num_threads else 1
+    sinks = 0 if params.sinks is None else params.sinks.data_ptr()
     return ATTEND[layout.dtype].call(
         reads.num_blocks * splits, query, num_heads, layout.head_dim, pages, *reads.words, kv_heads, splits,
-        layout.page_size, params.scaling, params.window, params.softcap, output,
+        layout.page_size, params.scaling, params.window, params.softcap, sinks, output,
     )  # fmt: skip

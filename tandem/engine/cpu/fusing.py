@@ -17,6 +17,7 @@ from tandem.engine.attention.reference import AttentionParams
 from tandem.engine.cpu.attention import CPUAttention
 from tandem.engine.cpu.decoder import FusedDecoder
 from tandem.engine.cpu.embedding import ShortEmbedding
+from tandem.engine.cpu.experts import PackedExperts
 from tandem.engine.cpu.layer import FusedDecoderLayer, Workspace
 from tandem.engine.cpu.layer_kernels import LANES, PLACE_HEADS
 from tandem.engine.cpu.modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
@@ -101,6 +102,8 @@ def _panels_of(model: nn.Module) -> Iterator[Panels]:
     for module in model.modules():
         if isinstance(module, PackedLinear | FusedGatedMLP):
             yield module.panels
+        elif isinstance(module, PackedExperts):
+            yield from module.panels()
 
 
 def share(model: PreTrainedModel, register: WeightRegister, name: str) -> Shared | None:
@@ -114,6 +117,9 @@ def _large_weights(model: PreTrainedModel) -> Iterator[Weight]:
     for module in model.modules():
         if isinstance(module, PackedLinear | FusedGatedMLP):
             yield from _weights_of(module.panels)
+        elif isinstance(module, PackedExperts):
+            for panels in module.panels():
+                yield from _weights_of(panels)
         elif isinstance(module, nn.Embedding | ShortEmbedding) and _is_only_read(module):
             yield Weight(partial(getattr, module.weight, "data"), partial(setattr, module.weight, "data"))
 

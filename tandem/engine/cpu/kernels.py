@@ -15,6 +15,7 @@ from tandem.engine.cpu.attention_kernel import can_attend
 from tandem.engine.cpu.decode_programs import DecodePrograms
 from tandem.engine.cpu.decoder import FusedDecoder
 from tandem.engine.cpu.embedding import widen
+from tandem.engine.cpu.experts import pack_experts
 from tandem.engine.cpu.fusing import fuse, fuse_decoder, multiply_by_two, share
 from tandem.engine.cpu.packed_linear import pack
 from tandem.engine.cpu.panels import Rounding
@@ -37,7 +38,7 @@ class CPUKernels:
         self.can_multiply_short = has_bfloat16_products()
         self.can_widen_float16 = widens_float16()
 
-    def attention(self, layout: KVLayout, computed: str | None = None) -> AttentionBackend:
+    def attention(self, layout: KVLayout, computed: str | None = None, _sinks: bool = False) -> AttentionBackend:
         if (computed or layout.dtype) == "float32" and can_attend(layout):
             return CPUAttention(self._num_threads)
         return ReferenceAttention()
@@ -47,7 +48,10 @@ class CPUKernels:
             return Fused()
         is_asked = types.quantized and not types.only_stored
         asked = Rounding(loader.QUANTIZED[types.quantized]) if is_asked else None
-        parts, linear = fuse(model, layout, self._num_threads, asked), pack(model, self._num_threads, asked)
+        parts = fuse(model, layout, self._num_threads, asked)
+        if num_experts := pack_experts(model, self._num_threads, asked):
+            parts = f"{parts}, {num_experts} experts".removeprefix("none, ")
+        linear = pack(model, self._num_threads, asked)
         widen(model)
         if types.multiplied == "bfloat16":
             multiply_by_two(model)

@@ -3,7 +3,7 @@
 They are tried in this order: `flash_attn` (FlashAttention-2, which takes pages of multiples of 256 slots), torch's own
 `varlen_attn` with block tables, and the Triton kernel of `attention_triton`. A signature proves little: torch's has
 block tables from 2.12 on, but the FlashAttention-2 inside of torch refuses them. Only FlashAttention-3 behind it, a
-package of its own for Hopper, serves.
+package of its own for Hopper, serves. Attention sinks (gpt-oss) are computed by the Triton kernel alone.
 """
 
 from __future__ import annotations
@@ -33,16 +33,20 @@ FLASH_PAGE_MULTIPLE = 256
 _PROBE_TOLERANCE = 0.05
 
 
-def select_cuda_backend(layout: KVLayout, device: torch.device) -> AttentionBackend:
-    """Return the kernel for `layout` on `device`. Raises `ConfigError` where no paged kernel takes it."""
+def select_cuda_backend(layout: KVLayout, device: torch.device, *, sinks: bool = False) -> AttentionBackend:
+    """Return the kernel for `layout` on `device`. Raises `ConfigError` where no paged kernel takes it.
+
+    Args:
+        sinks: the model has attention sinks.
+    """
     with current(device):
-        return _select(layout, device)
+        return _select(layout, device, sinks)
 
 
-def _select(layout: KVLayout, device: torch.device) -> AttentionBackend:
+def _select(layout: KVLayout, device: torch.device, sinks: bool) -> AttentionBackend:
     reasons: list[str] = []
     for name, offer in (("flash_attn", _flash), ("torch_varlen", _torch_varlen), ("triton", _triton)):
-        backend = offer(layout, device)
+        backend = offer(layout, device, sinks)
         if not isinstance(backend, str):
             if reasons:
                 _log.info("attention: %s serves; %s", name, "; ".join(reasons))
@@ -54,7 +58,7 @@ def _select(layout: KVLayout, device: torch.device) -> AttentionBackend:
     raise ConfigError(f"no paged attention kernel for {layout.dtype} on {device}: {'; '.join(reasons)}", key="device")
 
 
-def _flash(layout: KVLayout, device: torch.device) -> AttentionBackend | str:
+def _flash(layout: KVLayout, device: torch.device, sinks: bool) -> AttentionBackend | str:
     if layout.dtype == "float32":
         return "takes no float32"
     if layout.page_size % FLASH_PAGE_MULTIPLE:
@@ -63,17 +67,17 @@ def _flash(layout: KVLayout, device: torch.device) -> AttentionBackend | str:
         backend = FlashAttention()
     except ImportError as error:
         return f"cannot be imported ({error})"
-    return refusal(backend, layout, device) or backend
+    return refusal(backend, layout, device, sinks=sinks) or backend
 
 
-def _torch_varlen(layout: KVLayout, device: torch.device) -> AttentionBackend | str:
+def _torch_varlen(layout: KVLayout, device: torch.device, sinks: bool) -> AttentionBackend | str:
     if layout.dtype == "float32":
         return "takes no float32"
     try:
         backend = TorchVarlenAttention()
     except ImportError as error:
         return f"this torch has none ({error})"
-    if (reason := refusal(backend, layout, device)) is None:
+    if (reason := refusal(backend, layout, device, sinks=sinks)) is None:
         return backend
     if importlib.util.find_spec("flash_attn_interface") is None:
         return f"{reason}; FlashAttention-3 is not installed"
@@ -81,16 +85,16 @@ def _torch_varlen(layout: KVLayout, device: torch.device) -> AttentionBackend | 
         activate_flash_attention_3()
     except (ImportError, RuntimeError, ValueError) as error:
         return f"{reason}; FlashAttention-3 cannot be activated ({error})"
-    return refusal(backend, layout, device) or backend
+    return refusal(backend, layout, device, sinks=sinks) or backend
 
 
-def _triton(layout: KVLayout, device: torch.device) -> AttentionBackend | str:
+def _triton(layout: KVLayout, device: torch.device, sinks: bool) -> AttentionBackend | str:
     try:
         from tandem.engine.cuda.attention_triton import TritonAttention  # imports a compiler
     except ImportError as error:
         return f"cannot be imported ({error})"
     backend = TritonAttention()
-    return refusal(backend, layout, device) or backend
+    return refusal(backend, layout, device, sinks=sinks) or backend
 
 
 def activate_flash_attention_3() -> None:
@@ -103,20 +107,20 @@ def activate_flash_attention_3() -> None:
     activate_flash_attention_impl("FA3")
 
 
-def refusal(backend: AttentionBackend, layout: KVLayout, device: torch.device) -> str | None:
+def refusal(backend: AttentionBackend, layout: KVLayout, device: torch.device, *, sinks: bool = False) -> str | None:
     """Say why `backend` does not serve pages of `layout` on `device`: it raises, or is wrong; `None` if it serves.
 
     A chunk over a prefix that ends inside a page, beside a single token; then a decode step, where it has such.
     """
     try:
-        return _difference(backend, layout, device)
+        return _difference(backend, layout, device, sinks)
     except Exception as error:  # noqa: BLE001 - an older signature, what a kernel has not: each library has its own class
         _log.info("attention: %s raises in its trial", backend.name, exc_info=True)
         first_line = next(iter(str(error).splitlines()), "")
         return f"{type(error).__name__}: {first_line[:160]}"
 
 
-def _difference(backend: AttentionBackend, layout: KVLayout, device: torch.device) -> str | None:
+def _difference(backend: AttentionBackend, layout: KVLayout, device: torch.device, sinks: bool) -> str | None:
     size = layout.page_size
     start, num_rows = size + 3, 8
     num_pages = layout.num_pages_for(start + num_rows)
@@ -130,7 +134,8 @@ def _difference(backend: AttentionBackend, layout: KVLayout, device: torch.devic
     arena.tensor.copy_(torch.randn(arena.tensor.shape, generator=generator))
     query = torch.randn((num_rows + 1, 2 * layout.num_kv_heads, layout.head_dim), generator=generator)
     query = query.to(device, arena.tensor.dtype)
-    params = AttentionParams(layout.head_dim**-0.5)
+    of_heads = torch.linspace(-1.0, 2.0, query.shape[1], device=device)
+    params = AttentionParams(layout.head_dim**-0.5, sinks=of_heads if sinks else None)
 
     batch = build_batch(chunk, size, device)
     reason = _compare(arena, batch, query, params, backend.attend(batch, arena, 0, query, params))
@@ -185,6 +190,11 @@ def _offsets(counts: np.ndarray) -> np.ndarray:
     return np.concatenate([np.zeros(1, dtype=np.int32), np.cumsum(counts, dtype=np.int32)])
 
 
+def _refuse_sinks(params: AttentionParams) -> None:
+    if params.sinks is not None:
+        raise UnsupportedModelError("this model has attention sinks, which this kernel does not take")
+
+
 def _window(params: AttentionParams) -> tuple[int, int]:
     # The kernels count the tokens to the left of the query; ours counts the query too.
     return (params.window - 1, 0) if params.window else (-1, 0)
@@ -208,6 +218,7 @@ class FlashAttention:
         self, batch: PagedBatch, arena: KVArena, layer: int, query: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         """Return the attention of all rows, `[T, heads, head_dim]`, like `query`."""
+        _refuse_sinks(params)
         ragged = _Ragged.of(batch, query.device)
         return self._ragged(
             query.contiguous(),
@@ -228,6 +239,7 @@ class FlashAttention:
         self, step: DecodeStep, arena: KVArena, layer: int, query: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         """Return the attention of one row for each sequence, `[B, heads, head_dim]`, like `query`."""
+        _refuse_sinks(params)
         output = self._decode(
             query.unsqueeze(1).contiguous(),
             arena.keys(layer),
@@ -281,6 +293,7 @@ class TorchVarlenAttention:
         max_queries: int,
         max_keys: int,
     ) -> torch.Tensor:
+        _refuse_sinks(params)
         if params.softcap:
             raise UnsupportedModelError("this model caps its attention scores, which torch's kernel does not do")
         output: torch.Tensor = self._kernel(

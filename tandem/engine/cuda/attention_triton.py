@@ -4,7 +4,7 @@ Rows of a chunk and the query heads that share a KV head form one block of rows,
 of them; softmax is online (Milakov and Gimelshein, 2018). A decode step has too few blocks to fill a GPU, so there each
 context is cut into parts, which a second kernel combines (Flash-Decoding: Dao et al., 2023).
 
-Takes float16, bfloat16 and float32 (in full precision, not TF32), any page size, windows and soft caps.
+Takes float16, bfloat16 and float32 (in full precision, not TF32), any page size, windows, soft caps and sinks.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ _MAX_PARTS = 32
 @triton.jit(do_not_specialize=("table_stride", "num_rows_total"))  # type: ignore[untyped-decorator]
 def _attend_kernel(  # type: ignore[no-untyped-def]  # Triton would look the types up
     query, keys, values, output, tables, blocks, used,
-    partial_sums, partial_stats, scale, softcap,
+    partial_sums, partial_stats, sinks, scale, softcap,
     query_row_stride, query_head_stride, output_row_stride, output_head_stride,
     page_stride, slot_stride, head_stride, table_stride, num_rows_total, num_heads,
-    WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, TILE: tl.constexpr,
     IS_DECODE: tl.constexpr, NUM_PARTS: tl.constexpr,
 ):  # fmt: skip
     """One block of rows over one part of its context, for the heads of one KV head."""
@@ -81,6 +82,9 @@ def _attend_kernel(  # type: ignore[no-untyped-def]  # Triton would look the typ
     peak = tl.full([BLOCK_ROWS], float("-inf"), dtype=tl.float32)
     weight_sum = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
     sums = tl.zeros([BLOCK_ROWS, BLOCK_DIM], dtype=tl.float32)
+    if HAS_SINKS and part == 0:  # as a first score, whose value is zero
+        peak = tl.load(sinks + head)
+        weight_sum = tl.full([BLOCK_ROWS], 1.0, dtype=tl.float32)
     for tile in range(low, high, TILE):
         place = tile + tl.arange(0, TILE)
         is_place = place < high
@@ -196,15 +200,15 @@ def _launch(
     if num_parts > 1:
         sums = torch.empty((num_parts, num_rows, num_heads, head_dim), dtype=torch.float32, device=query.device)
         stats = torch.empty((num_parts, num_rows, num_heads, 2), dtype=torch.float32, device=query.device)
-    unused = tables  # of the two descriptions of rows, the one that does not apply is never read
+    unused = tables  # what does not apply, as one of the two descriptions of rows, is never read
     _attend_kernel[(num_blocks, num_kv_heads, num_parts)](
         query, keys, values, output, tables, unused if blocks is None else blocks, unused if used is None else used,
-        sums, stats, params.scaling, params.softcap,
+        sums, stats, unused if params.sinks is None else params.sinks, params.scaling, params.softcap,
         query.stride(0), query.stride(1), output.stride(0), output.stride(1),
         keys.stride(0), keys.stride(1), keys.stride(2), tables.stride(0), num_rows, num_heads,
-        WINDOW=params.window, HAS_SOFTCAP=bool(params.softcap), GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
-        BLOCK_DIM=block_dim, PAGE_SIZE=arena.layout.page_size, BLOCK_ROWS=block_rows,
-        TILE=_TILE_TOKENS[query.element_size()], IS_DECODE=used is not None, NUM_PARTS=num_parts,
+        WINDOW=params.window, HAS_SOFTCAP=bool(params.softcap), HAS_SINKS=params.sinks is not None,
+        GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_DIM=block_dim, PAGE_SIZE=arena.layout.page_size,
+        BLOCK_ROWS=block_rows, TILE=_TILE_TOKENS[query.element_size()], IS_DECODE=used is not None, NUM_PARTS=num_parts,
     )  # fmt: skip
     if num_parts > 1:
         _combine_kernel[(num_rows, num_heads)](

@@ -29,8 +29,8 @@ class CudaKernels:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def attention(self, layout: KVLayout, _computed: str | None = None) -> AttentionBackend:
-        return select_cuda_backend(layout, self._device)
+    def attention(self, layout: KVLayout, _computed: str | None = None, sinks: bool = False) -> AttentionBackend:
+        return select_cuda_backend(layout, self._device, sinks=sinks)
 
     def fuse(self, model: PreTrainedModel, layout: KVLayout, _types: Types) -> Fused:
         try:

@@ -6,6 +6,7 @@ rounding. Every other part stays as it is. A `Kit` makes the replacements for it
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -338,12 +339,20 @@ def has_type_of(model: PreTrainedModel, layout: KVLayout) -> bool:
 
 def _rotary_dim(model: PreTrainedModel) -> int | None:
     """How many numbers of a head the model's rotary embeddings turn; `None` if there are none, or they differ."""
-    dims = {
-        2 * len(module.inv_freq)
-        for module in model.modules()
-        if isinstance(getattr(module, "inv_freq", None), torch.Tensor)
-    }
-    return dims.pop() if len(dims) == 1 else None
+    found = [module for module in model.modules() if isinstance(getattr(module, "inv_freq", None), torch.Tensor)]
+    dims = {2 * len(module.inv_freq) for module in found}
+    if len(dims) != 1:
+        return None
+    x, positions = torch.empty(1, 1, 1, device=model.device), torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    for module in found:
+        width = attempted(module, functools.partial(_width_of, module, x, positions))
+        if width is not None and {width} != dims:  # each number once, for both of a pair
+            return None
+    return dims.pop()
+
+
+def _width_of(rotary: nn.Module, x: torch.Tensor, positions: torch.Tensor) -> int:
+    return int(rotary(x, positions)[0].shape[-1])
 
 
 def _linear_children(module: nn.Module, names: tuple[str, ...]) -> list[nn.Linear] | None:

@@ -142,4 +142,5 @@ def _shrink_rope(parameters: dict[str, Any], head_dim: int) -> bool:
         if parameters.get(name) is not None:
             values = list(parameters[name])
             parameters[name] = (values * num_frequencies)[:num_frequencies]
-    return str(parameters.get("rope_type", "default")) != "default"
+    # Within the limit dynamic RoPE is the plain one, and it is not served beyond.
+    return str(parameters.get("rope_type", "default")) not in ("default", "dynamic")

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tandem.engine.attention.interface import ATTENTION_NAME
+from tandem.engine.fuse.small_config import shrink_config
 
 _WEIGHT_STD = 0.25
 
@@ -33,3 +34,10 @@ def draw_twins(config: PreTrainedConfig) -> tuple[PreTrainedModel, PreTrainedMod
             parameter.copy_(noise if parameter.dim() > 1 else parameter + 0.5 * noise)
     models[1].load_state_dict(models[0].state_dict())
     return models[0], models[1]
+
+
+def has_sinks(config: PreTrainedConfig) -> bool:
+    """Whether layers have attention sinks, by the name that `transformers` gives them."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shrink_config(config))
+    return any(name.endswith(".sinks") for name, _ in model.named_parameters())

@@ -13,7 +13,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from tandem.core.errors import ModelLoadError, UnsupportedModelError
-from tandem.core.model_path import read_heads
+from tandem.core.model_path import MXFP4, read_heads
 from tandem.engine.quantized.scheme import Scheme, read_scheme
 from tandem.engine.quantized.shapes import WITHOUT_MEANING, by_layer, check
 from tandem.engine.quantized.stored_linear import StoredLinear
@@ -36,7 +36,13 @@ _MEANINGFUL = {
 def scheme_of(config: PreTrainedConfig) -> Scheme | None:
     """How the checkpoint is quantised; `None`: it is not. Raises `UnsupportedModelError`."""
     said = getattr(config, "quantization_config", None)
-    return read_scheme(_as_dict(said)) if said else None
+    return read_scheme(_as_dict(said)) if said and not is_unpacked(config) else None
+
+
+def is_unpacked(config: PreTrainedConfig) -> bool:
+    """Whether the checkpoint's experts come as MXFP4: `transformers` makes bfloat16 of that, which holds it exactly."""
+    said = getattr(config, "quantization_config", None)
+    return bool(said) and _as_dict(said).get("quant_method") == MXFP4
 
 
 def plain(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -44,6 +50,13 @@ def plain(config: PreTrainedConfig) -> PreTrainedConfig:
     copied = type(config).from_dict(config.to_dict())
     if hasattr(copied, "quantization_config"):
         del copied.quantization_config
+    return copied
+
+
+def to_be_unpacked(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy with which `from_pretrained` makes plain weights of MXFP4."""
+    copied = plain(config)
+    copied.quantization_config = {"quant_method": MXFP4, "dequantize": True}
     return copied
 
 

@@ -216,7 +216,7 @@ def test_on_a_gpu_pages_get_a_share_of_what_weights_leave() -> None:
         ({}, {}, 2.0),
         ({}, {"dtype": "float32"}, 2.0),  # also computed so they stay as they are
         ({}, {"quantize": "int8"}, 3.0),  # while they are rounded
-        ({"num_local_experts": 8}, {}, 4.0),  # experts are widened
+        ({"num_local_experts": 8}, {}, 2.0),  # experts too
         ({"dtype": "float32"}, {}, 2.0),  # what the tensors are counts, not what the config says
     ],
 )

@@ -43,6 +43,18 @@ def test_a_chat_gets_one_beginning_not_two(tmp_path: Path) -> None:
     assert ids[0] == 1
 
 
+def test_a_template_beside_a_processor_is_read_where_there_is_no_other(tmp_path: Path) -> None:
+    save(tmp_path, {})
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "of the processor"}))
+    assert Tokenizer.from_dir(tmp_path).render_chat(MESSAGES) == "of the processor"
+    save(tmp_path, {"chat_template": "own"})
+    assert Tokenizer.from_dir(tmp_path).render_chat(MESSAGES) == "own"
+    save(tmp_path, {})
+    (tmp_path / "chat_template.json").write_text("{")
+    with pytest.raises(ModelLoadError, match=r"chat_template\.json cannot be read"):
+        Tokenizer.from_dir(tmp_path)
+
+
 def test_a_template_file_comes_before_the_configuration(tmp_path: Path) -> None:
     save(tmp_path, {"chat_template": [{"name": "tool", "template": "t"}, {"name": "default", "template": "d"}]})
     assert Tokenizer.from_dir(tmp_path).render_chat(MESSAGES) == "d"

@@ -6,11 +6,13 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from engine_helpers import REPOSITORY, environment_without_wide_vectors
+from transformers import AutoConfig
 
 from tandem.core.errors import UnsupportedModelError
 from tandem.engine.arena import KVArena
@@ -22,6 +24,7 @@ from tandem.engine.cpu.attention_kernel import ATTEND
 from tandem.engine.cpu.vector_ir import has_wide_vectors
 from tandem.engine.cuda.attention import refusal
 from tandem.engine.cuda.decode_step import DecodeStep
+from tandem.engine.fuse.small_model import has_sinks
 from tandem.engine.layout import KVLayout
 from tandem.engine.select_kernels import kernels_for
 
@@ -58,6 +61,13 @@ def ragged(layout: KVLayout, spans: list[tuple[int, int]], seed: int) -> tuple[K
     return arena, build_batch(inputs, layout.page_size, torch.device("cpu"))
 
 
+def sinks_of(heads: int) -> torch.Tensor:
+    """Below, among and above the scores; of one head it counts for nothing."""
+    sinks = torch.linspace(-3.0, 6.0, heads)
+    sinks[heads // 2] = -torch.inf
+    return sinks
+
+
 @pytest.mark.parametrize("dtype", ATTEND)
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -68,8 +78,9 @@ def test_cpu_attention_matches_reference(shape: tuple[int, int, int, int], num_t
     query = torch.randn(batch.num_tokens, heads, head_dim, generator=torch.Generator().manual_seed(0))
     # What a row sees is found by the same code for all types.
     asked = itertools.product(WINDOWS, SOFTCAPS) if dtype == "float32" else [(0, 0.0), (7, 3.0), (33, 0.0)]
-    for window, softcap in asked:
-        params = AttentionParams(scaling=0.7 * head_dim**-0.5, window=window, softcap=softcap)
+    for index, (window, softcap) in enumerate(asked):
+        sinks = sinks_of(heads) if index % 3 else None
+        params = AttentionParams(scaling=0.7 * head_dim**-0.5, window=window, softcap=softcap, sinks=sinks)
         expected = ReferenceAttention().attend(batch, arena, 0, query, params)
         found = CPUAttention(num_threads).attend(batch, arena, 0, query, params)
         assert bool(expected.isfinite().all())
@@ -110,7 +121,8 @@ def test_reference_is_what_softmax_says() -> None:
     layout = KVLayout(1, 2, 16, 5, "float32")
     arena, batch = ragged(layout, SPANS, seed=1)
     query = torch.randn(batch.num_tokens, 4, 16, generator=torch.Generator().manual_seed(0))
-    params = AttentionParams(scaling=0.3, window=9, softcap=2.0)
+    sinks = sinks_of(4)
+    params = AttentionParams(scaling=0.3, window=9, softcap=2.0, sinks=sinks)
     found = ReferenceAttention().attend(batch, arena, 0, query, params)
     for rows in batch.sequences:
         table = batch.block_tables[rows.index]
@@ -120,7 +132,8 @@ def test_reference_is_what_softmax_says() -> None:
             kv = torch.stack([arena.tensor[0, table[token // 5], :, token % 5] for token in tokens]).double()
             for head in range(4):
                 scores = kv[:, 0, head // 2] @ query[rows.row + offset, head].double() * 0.3
-                weights = torch.softmax(2.0 * torch.tanh(scores / 2.0), dim=0)
+                powers = torch.exp(2.0 * torch.tanh(scores / 2.0))
+                weights = powers / (powers.sum() + torch.exp(sinks[head].double()))
                 expected = weights @ kv[:, 1, head // 2]
                 assert float((found[rows.row + offset, head] - expected).abs().max()) < 1e-5
 
@@ -131,7 +144,7 @@ def test_rows_do_not_depend_on_company_or_threads(shape: tuple[int, int, int, in
     heads, kv_heads, head_dim, page_size = shape
     arena, batch = ragged(KVLayout(1, kv_heads, head_dim, page_size, dtype), SPANS, seed=2)
     query = torch.randn(batch.num_tokens, heads, head_dim, generator=torch.Generator().manual_seed(0))
-    params = AttentionParams(scaling=0.2)
+    params = AttentionParams(scaling=0.2, sinks=sinks_of(heads))
     together = CPUAttention(num_threads=2).attend(batch, arena, 0, query, params)
     for rows in batch.sequences:
         pages = batch.block_tables[rows.index].tolist()
@@ -192,7 +205,8 @@ def test_attention_function_returns_rows() -> None:
         ({"attention_mask": torch.zeros(1, 1, 3, 3)}, "mask of its own"),
         ({"is_causal": False}, "not causal"),
         ({"dropout": 0.1}, "dropout"),
-        ({"s_aux": torch.zeros(4)}, "s_aux"),
+        ({"s_aux": torch.zeros(3)}, "sinks of shape"),
+        ({"head_mask": torch.zeros(4)}, "head_mask"),
         ({"kv_heads": 1}, "KV layout"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -231,6 +245,22 @@ class _KernelError(Exception):
 
 def _raise(_: torch.Tensor) -> torch.Tensor:
     raise _KernelError
+
+
+class _WithoutSinks:
+    name = "without"
+
+    def attend(self, batch, arena, layer, query, params):  # type: ignore[no-untyped-def]
+        return ReferenceAttention().attend(batch, arena, layer, query, replace(params, sinks=None))
+
+
+def test_a_kernel_that_passes_sinks_over_does_not_serve_a_model_that_has_some() -> None:
+    layout, cpu = KVLayout(1, 2, 16, 4, "float32"), torch.device("cpu")
+    assert refusal(_WithoutSinks(), layout, cpu) is None
+    assert "differs from the reference" in str(refusal(_WithoutSinks(), layout, cpu, sinks=True))
+    assert refusal(ReferenceAttention(), layout, cpu, sinks=True) is None
+    assert has_sinks(AutoConfig.for_model("gpt_oss"))
+    assert not has_sinks(AutoConfig.for_model("qwen3_moe"))
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16, 256])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from tandem.engine.fuse import small_model
 from tandem.engine.fuse.small_config import VOCAB_SIZE, shrink_config
 from tandem.engine.probe import probe_architecture
 from tandem.engine.random_model import ModelSpec, make_config, save
+from tandem.engine.text_part import COMPOSITES
 
 
 def config_of(model_type: str, **options: object) -> PreTrainedConfig:
@@ -30,6 +32,25 @@ def rope(kind: str, **options: object) -> dict[str, object]:
     return {"rope_type": kind, "rope_theta": 10_000.0, **options}
 
 
+LONGROPE = {
+    "max_position_embeddings": 131_072,
+    "original_max_position_embeddings": 4096,
+    "rope_parameters": rope(
+        "longrope", short_factor=[1.0] * 48, long_factor=[4.0] * 48, original_max_position_embeddings=4096,
+        short_mscale=1.1, long_mscale=1.2,
+    ),
+}  # fmt: skip
+
+DECODERS = (
+    "qwen3", "mistral", "ministral3", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode", "phi", "gpt_neox", "opt",
+    "olmo2", "olmo3", "granite", "glm", "glm4", "smollm3", "cohere", "cohere2", "ernie4_5", "exaone4", "seed_oss",
+    "starcoder2", "stablelm", "arcee", "apertus", "helium", "bitnet",
+)  # fmt: skip
+MIXTURES = (
+    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo", "phimoe", "granitemoe", "granitemoe_swa", "glm4_moe",
+    "ernie4_5_moe", "minimax_m2", "gpt_oss",
+)  # fmt: skip
+
 SERVED = {
     "llama": config_of("llama"),
     "llama with a scaled RoPE": config_of(
@@ -39,44 +60,40 @@ SERVED = {
             "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
         ),
     ),
+    "llama with linear RoPE": config_of("llama", rope_parameters=rope("linear", factor=4.0)),
+    "llama with dynamic RoPE": config_of("llama", rope_parameters=rope("dynamic", factor=2.0)),
     "olmo": config_of("olmo", clip_qkv=8.0),
     "olmo that clips what is common": config_of("olmo", clip_qkv=0.5),
-    "llama with linear RoPE": config_of("llama", rope_parameters=rope("linear", factor=4.0)),
     "qwen2": config_of("qwen2"),
     "qwen2 with windows": config_of("qwen2", use_sliding_window=True, max_window_layers=20),
-    "qwen3": config_of("qwen3"),
-    "mistral": config_of("mistral"),
-    "gemma2": config_of("gemma2"),
-    "gemma3_text": config_of("gemma3_text"),
-    "gpt2": config_of("gpt2"),
-    "phi": config_of("phi"),
     "phi3": config_of("phi3", pad_token_id=0),
-    "gpt_neox": config_of("gpt_neox"),
-    "opt": config_of("opt"),
-    "mixtral": config_of("mixtral"),
+    "phi3 with longrope": config_of("phi3", pad_token_id=0, **LONGROPE),
+    "nemotron": config_of("nemotron", num_key_value_heads=8),
+    "hunyuan_v1_dense": config_of("hunyuan_v1_dense", head_dim=128),
+    **{name: config_of(name) for name in DECODERS + MIXTURES},
 }
 
 REFUSED = {
-    "dynamic RoPE": (config_of("llama", rope_parameters=rope("dynamic", factor=2.0)), "'dynamic' takes the largest"),
-    "longrope": (
-        config_of(
-            "phi3",
-            pad_token_id=0,
-            max_position_embeddings=131_072,
-            original_max_position_embeddings=4096,
-            rope_parameters=rope(
-                "longrope", short_factor=[1.0] * 48, long_factor=[4.0] * 48, original_max_position_embeddings=4096
-            ),
-        ),
-        "'longrope' takes the largest",
+    "longrope of its own": (config_of("phimoe", **LONGROPE), "phimoe.*'longrope' takes the largest"),
+    "a hybrid with convolutions": (
+        config_of("lfm2", num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]),
+        "lfm2.*conv layers keep the last inputs of a convolution",
     ),
-    "LFM2": (config_of("lfm2", num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]), "lfm2.*conv"),
-    "Llama 4": (config_of("llama4_text"), "llama4_text.*chunked attention mask"),
-    "attention sinks": (config_of("gpt_oss"), "gpt_oss.*s_aux"),
-    "alibi": (config_of("bloom"), "bloom.*attention interface"),
-    "state space": (config_of("mamba"), "mamba"),
+    "Llama 4": (config_of("llama4_text"), "llama4_text.*chunked attention mask, of 8192 tokens"),
+    "bloom": (config_of("bloom"), "bloom.*ALiBi"),
+    "mpt": (config_of("mpt"), "mpt.*ALiBi"),
+    "falcon with ALiBi": (config_of("falcon", alibi=True), "falcon.*ALiBi"),
+    "gptj": (config_of("gptj"), "gptj.*attention does not go through the interface"),
+    "deepseek_v2": (config_of("deepseek_v2"), "deepseek_v2.*latent \\(MLA\\)"),
+    "deepseek_v3": (config_of("deepseek_v3"), "deepseek_v3.*latent \\(MLA\\)"),
+    "qwen3_next": (config_of("qwen3_next"), "qwen3_next.*linear_attention layers keep a matrix"),
+    **{
+        name: (config_of(name), f"{name}.*state-space model.*no handoff carries")
+        for name in ("mamba", "mamba2", "jamba", "bamba", "falcon_h1", "nemotron_h", "zamba2", "granitemoehybrid")
+    },
+    "recurrent_gemma": (config_of("recurrent_gemma"), "recurrent_gemma.*recurrent state"),
     "composite": (config_of("gemma3"), "gemma3.*several models"),
-    "encoder": (config_of("bert", is_decoder=False), "bert.*not causal"),
+    "bert": (config_of("bert", is_decoder=False), "bert.*not causal"),
 }
 
 
@@ -90,6 +107,22 @@ def test_probe_refuses_by_name(name: str) -> None:
     config, reason = REFUSED[name]
     with pytest.raises(UnsupportedModelError, match=reason):
         probe_architecture(config)
+
+
+def test_the_table_of_architectures_says_what_the_probe_says() -> None:
+    text = (helpers.REPOSITORY / "docs" / "checkpoints.md").read_text()
+    rows = [
+        line.split("|")[1:3] for line in text.split("## Architectures")[1].split("\n## ")[0].splitlines() if "|" in line
+    ]
+    said: dict[str, set[str]] = {}
+    for names, state in rows[2:]:
+        said.setdefault(state.strip(), set()).update(re.findall(r"`(\w+)`", names))
+    assert said == {
+        "served": {config.model_type for config in SERVED.values()},
+        "text part": set(COMPOSITES),
+        # Others of these two kinds are served.
+        "refused": {config.model_type for config, _ in REFUSED.values()} - {"phimoe", "gemma3"},
+    }
 
 
 @pytest.mark.parametrize("arch", helpers.ARCHITECTURES)
@@ -113,14 +146,11 @@ def test_probe_does_not_change_the_config() -> None:
     assert config.to_dict() == before
 
 
-def test_load_probes_unless_told_not_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = ModelSpec()
-    config = make_config(spec)
-    config.rope_parameters = rope("dynamic", factor=2.0)
-    save(spec, tmp_path, config)
-    with pytest.raises(UnsupportedModelError, match=r"llama.*dynamic"):
-        Engine.load(tmp_path, num_pages=1, num_threads=1)
-    Engine.load(tmp_path, num_pages=1, num_threads=1, probe=False)
+def test_load_probes_unless_told_not_to(tmp_path: Path) -> None:
+    save(ModelSpec(), tmp_path, config_of("bloom", hidden_size=64, n_layer=1, n_head=4, vocab_size=320))
+    with pytest.raises(UnsupportedModelError, match=r"bloom.*ALiBi"):
+        Engine.load(tmp_path, num_pages=1, num_threads=1, max_context=64)
+    Engine.load(tmp_path, num_pages=1, num_threads=1, max_context=64, probe=False)
 
 
 @pytest.mark.parametrize("damage", ["zero", "window", "leak"])

@@ -29,8 +29,9 @@ def key(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The file's keys and values. Raises `ConfigError`, which names the place where it is not YAML."""
+def read_yaml(path: Path, option: str = "--config") -> dict[str, Any]:
+    """The file's keys and values. Raises `ConfigError`, which names the place where it is not YAML, and the `option` by
+    which another file is named."""
     import yaml  # most processes get their configuration ready made
 
     text = ""
@@ -38,7 +39,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         text = path.read_bytes().decode()
         tree = yaml.safe_load(text) or {}
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; name an existing file with --config") from error
+        raise ConfigError(f"cannot read {path}: {error.strerror}; name an existing file with {option}") from error
     except UnicodeDecodeError as error:
         before = error.object[: error.start].decode()
         raise _not_yaml(path, before, "a byte that is not UTF-8") from error

@@ -106,7 +106,9 @@ class _ConsoleFormatter(logging.Formatter):
         color = _COLORS.get(record.levelno, "") if self._has_colors else ""
         level = f"{color}{level:<8}{_PLAIN}" if color else f"{level:<8}"
         line = f"{_time_of(record)} [{level}] {event:<30} [{record.name}] {values}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        if not record.exc_info:
+            return line
+        return "\n".join([line, *(f"  {_escape(part)}" for part in self.formatException(record.exc_info).split("\n"))])
 
 
 #: Of terminals: red, red, yellow, green.

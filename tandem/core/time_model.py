@@ -108,7 +108,7 @@ class TimeModel:
 def read_time_model(path: Path) -> TimeModel:
     """Of a file of its own, or of a scenario. Raises `ConfigError`, which names file and key."""
     try:
-        tree = read_yaml(path)
+        tree = read_yaml(path, "--time-model (model.time_model)")
         return build(TimeModel, {name: value for name, value in tree.items() if name not in _OF_SIMULATIONS})
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error.message}", key=error.key) from error
+        raise ConfigError(f"{path}: {error.message}", key=error.key or "model.time_model") from error

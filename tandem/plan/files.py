@@ -25,7 +25,8 @@ def write_files(
     Raises:
         ConfigError: a file cannot be read or written.
     """
-    base = read_yaml(cluster) if cluster is not None else {}
+    _check_served(plan, types, found)
+    base = read_yaml(cluster, "--cluster") if cluster is not None else {}
     try:
         directory.mkdir(parents=True, exist_ok=True)
         files = {
@@ -37,6 +38,22 @@ def write_files(
     except OSError as error:
         raise ConfigError(f"cannot write to {directory}: {error.strerror}", key="--out") from error
     return list(files)
+
+
+def _check_served(plan: Plan, types: dict[str, TypeSpec], found: Found) -> None:
+    """What arithmetic can do and a cluster on GPUs cannot, yet."""
+    for name in {found.best.prefill_type, found.best.decode_type}:
+        if types[name].cards > 1:
+            raise ConfigError(
+                f"types.{name}.cards is {types[name].cards}, and a worker serves on one GPU: no files are written",
+                key="--out",
+            )
+    if plan.model.weight_bits != 16 or plan.model.kv_dtype not in ("bfloat16", "float16"):
+        raise ConfigError(
+            f"the plan has weights of {plan.model.weight_bits:g} bits and K and V in {plan.model.kv_dtype}, and GPUs "
+            "serve 16 bits of both: no files are written",
+            key="--out",
+        )
 
 
 def tandem_yaml(plan: Plan, types: dict[str, TypeSpec], found: Found) -> tuple[str, dict[str, Any]]:

@@ -82,7 +82,7 @@ class Plan:
 def read_plan(path: Path) -> tuple[Plan, dict[str, TypeSpec]]:
     """The plan and its types by name. Raises `ConfigError`, which names file and key."""
     try:
-        tree = {"directory": str(path.parent), **read_yaml(path)}
+        tree = {"directory": str(path.parent), **read_yaml(path, "FILE")}
         types = _types(tree.pop("types", None))
         plan = build(Plan, tree)
         _check(plan, types)

@@ -130,7 +130,7 @@ class Scenario(TimeModel):
 def read_scenario(path: Path) -> Scenario:
     """Raises `ConfigError`, which names file and key."""
     try:
-        return build(Scenario, read_yaml(path))
+        return build(Scenario, read_yaml(path, "FILE"))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.message}", key=error.key) from error
 

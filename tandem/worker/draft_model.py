@@ -88,6 +88,7 @@ def load_draft(
         kv_bytes=wanted.draft_memory_bytes,
         num_threads=num_threads,
         weight_register=weight_register,
+        kernels=config.model.kernels,
     )
     draft.warmup(0)
     return draft

@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 _TRIAL_SHARE = 0.02
 # Steps between two proposals that are made to see whether they pay, at most.
 _MOST_TO_WAIT = 64
-# A draft that fails so many times in a row takes the worker with it.
+# A draft that fails so many times in a row is asked no more: no output depends on it.
 _MAX_FAILED = 3
 
 
@@ -142,6 +142,7 @@ class Drafts:
         self._timings = Timings()
         self._num_plans = 0
         self._num_failed = 0
+        self._is_off = False
 
     # -- what the worker tells
 
@@ -162,9 +163,11 @@ class Drafts:
 
         All of `num_running` wait meanwhile.
         """
+        if self._is_off:
+            return
         try:
             self._propose(sequences, room, num_running)
-        except Exception:
+        except Exception:  # noqa: BLE001 - said, and counted
             # No output depends on it: the step goes on without.
             _log.exception("the draft failed")
             self._num_failed += 1
@@ -172,7 +175,8 @@ class Drafts:
             for sequence, _ in sequences:
                 sequence.guesses = ()
             if self._num_failed >= _MAX_FAILED:
-                raise
+                _log.error("the draft has failed %d times in a row: none is asked any more", self._num_failed)
+                self._is_off = True
         else:
             self._num_failed = 0
 
@@ -225,9 +229,7 @@ class Drafts:
         """Make the proposals: a pass for each place, of all that have one there."""
         proposed: dict[Follower, list[int]] = {each.follower: [] for each in planned}
         for place in range(max((each.num for each in planned), default=0)):
-            going_on = [
-                each.follower for each in planned if each.num > place and len(proposed[each.follower]) == place
-            ]
+            going_on = [each.follower for each in planned if each.num > place and len(proposed[each.follower]) == place]
             if not going_on:
                 break
             inputs = [_input(follower, proposed[follower]) for follower in going_on]
@@ -238,7 +240,9 @@ class Drafts:
                 if not place:
                     follower.num_known = len(follower.sequence.token_ids)
                     follower.num_idle_steps, follower.last_used = 0, self._num_plans
-                if token_id is not None and not may_end(follower.sequence, token_id, self._ends):
+                # What is beyond the draft's own vocabulary it could not read at the next place.
+                is_own = token_id is not None and token_id < self._vocab_size
+                if token_id is not None and is_own and not may_end(follower.sequence, token_id, self._ends):
                     proposed[follower].append(token_id)
         for follower, token_ids in proposed.items():
             follower.ahead = token_ids[:-1]

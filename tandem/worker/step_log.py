@@ -34,6 +34,7 @@ class StepLog:
         self._older = directory / f"{worker_id}.1{SUFFIX}"
         self._most_bytes = most_bytes
         self._lines: list[str] = []
+        self._older.unlink(missing_ok=True)  # of an earlier life, perhaps with another model
         self._begin()
 
     def _begin(self) -> None:

@@ -30,6 +30,7 @@ from tandem.core.config import (
     CacheConfig,
     Config,
     HttpConfig,
+    MetricsConfig,
     ModelConfig,
     PoolConfig,
     SecurityConfig,
@@ -127,6 +128,7 @@ class Preflight:
                 security=self._security,
                 http=self._http,
                 cache=self._cache,
+                metrics=self._metrics,
                 speculation=self._speculation,
             ),
             facts=self.facts,
@@ -408,7 +410,24 @@ class Preflight:
         if not model.time_model:
             return model
         path = Path(model.time_model).expanduser()
+        if not self.local and not path.is_absolute():  # the nodes' working directories differ
+            raise ConfigError(
+                f"model.time_model is {path}; give an absolute path, the same on every node", key="model.time_model"
+            )
         return dataclasses.replace(model, time_model=str(path.absolute() if self.local else path))
+
+    @property
+    def _metrics(self) -> MetricsConfig:
+        """With the directory of step logs as workers of this host need it."""
+        metrics = self.config.metrics
+        if not metrics.step_log:
+            return metrics
+        path = Path(metrics.step_log).expanduser()
+        if not self.local and not path.is_absolute():
+            raise ConfigError(
+                f"metrics.step_log is {path}; give an absolute path, the same on every node", key="metrics.step_log"
+            )
+        return dataclasses.replace(metrics, step_log=str(path.absolute() if self.local else path))
 
     @property
     def _cache(self) -> CacheConfig:

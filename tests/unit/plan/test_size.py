@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 
 from tandem.cli import main
 from tandem.core.errors import ConfigError
+from tandem.plan.files import write_files
 from tandem.plan.plan_file import Plan, TypeSpec, read_plan
 from tandem.plan.search import Pair, cheapest, most_speed, price, within
 from tandem.plan.simulate import Kept, Pools
+from tandem.plan.size import Found
 
 MOST = 12
 
@@ -150,6 +152,22 @@ def test_a_whole_search_finds_pools_says_why_and_writes_them(
     assert decode["min_workers"] == math.ceil(best["num_decode"] / 8)
     assert decode["node_config"] == {"A": 1, "InstanceType": "p5.48xlarge"}
     assert "head" in cluster["available_node_types"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"types": {"h100": {"cards": 2}}}, r"types\.h100\.cards is 2, and a worker serves on one GPU"),
+        ({"model": {"name": "llama-3-8b", "kv_dtype": "float32"}}, "GPUs serve 16 bits of both"),
+    ],
+)
+def test_no_files_are_written_for_what_is_not_served(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+    plan, types = read_plan(plan_file(tmp_path, **changes))
+    pair = Pair("h100", "h100", 1, 1, "")
+    found = Found(pair.pools(1, 1), kept(1.0), pair, 1.0, [], [])
+    with pytest.raises(ConfigError, match=named):
+        write_files(tmp_path / "out", None, plan, types, found)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.processes

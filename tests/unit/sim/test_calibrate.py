@@ -94,6 +94,15 @@ def test_the_newest_steps_are_kept_in_two_files(tmp_path: Path) -> None:
     assert 300 < len(steps) < 1000
 
 
+def test_a_new_life_of_a_worker_begins_its_log_anew(tmp_path: Path) -> None:
+    for seconds in (0.1, 0.01):
+        log = StepLog(tmp_path, "decode-0", most_bytes=8000)
+        for number in range(600):
+            log.note(Terms(number + 1, 0, 1, 1.0), seconds)
+        log.close()
+    assert {step.seconds for step in read_steps([tmp_path])} == {0.01}
+
+
 def test_a_full_disk_ends_the_log_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log = StepLog(tmp_path, "decode-0")
     log._file.close()

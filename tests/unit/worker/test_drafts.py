@@ -389,7 +389,7 @@ def test_one_that_is_not_right_does_not_hold_up_many() -> None:
     assert len(world.model.passes) - before < 10
 
 
-def test_a_draft_that_fails_is_done_without_and_ends_the_worker_in_the_end() -> None:
+def test_a_draft_that_fails_is_done_without_and_is_asked_no_more_in_the_end(caplog: pytest.LogCaptureFixture) -> None:
     world, text = World(), sequence([1, 2, 3])
     world.run(20, text)
 
@@ -405,8 +405,26 @@ def test_a_draft_that_fails_is_done_without_and_ends_the_worker_in_the_end() -> 
     world.run(20, text)
     assert text.token_ids[-1] == rule(text.token_ids[:-1])
     world.drafts._compute = broken
-    world.guesses.plan([text])
-    world.guesses.plan([text])
-    with pytest.raises(RuntimeError, match="no memory"):
-        world.guesses.plan([text])
+    for _ in range(3):
+        world.step(text)
+    assert "none is asked any more" in caplog.text
+    world.drafts._compute = works
+    num_passes = len(world.model.passes)
+    world.run(20, text)
+    assert len(world.model.passes) == num_passes
+    assert text.token_ids[-1] == rule(text.token_ids[:-1])
     assert world.pool.counts().used == 0
+
+
+def test_what_is_beyond_the_drafts_own_vocabulary_is_not_proposed() -> None:
+    """A request may allow none but such tokens; the draft could not read them at the next place."""
+    world, text = World(vocab_size=50), sequence([1, 2, 3])
+    world.run(10, text)
+
+    def beyond(inputs: SeqOf[DraftInput]) -> list[int | None]:
+        return [60 for _ in inputs]
+
+    world.drafts._compute = beyond
+    world.run(10, text)
+    assert not world.drafts._num_failed
+    assert all(guess < 50 for guess in text.guesses)

@@ -17,6 +17,8 @@ from tandem.sim.kernel import Kernel, Timer
 #: Most tokens of a batch with more than one task, and most tasks.
 MAX_BATCH_TOKENS = 2048
 MAX_BATCH_TASKS = 512
+#: Batches after whose number a sequence that was left out goes before prompts, where all that wait were.
+MAX_LEFT_OUT = 4
 #: Bytes of K and V of a token of BLOOM-176B; its weights; what a machine of eight cards has.
 TOKEN_BYTES = 4_014_080
 WEIGHT_BYTES = 329e9
@@ -54,6 +56,7 @@ class Machine:
         self._ends = ends
         self._prompts: list[Request] = []  # not started, in the order in which they came
         self._batch: list[Request] = []
+        self._was_prompt: list[Request] = []  # in the batch before
         self._timer = Timer(kernel, self._end_steps)
         self._start_s = 0.0
         self._step_s = 0.0
@@ -123,11 +126,13 @@ class Machine:
         self._start_s = self._kernel.now_s
         num_rows = 0
         for request in self._batch:
-            if request.is_prompt_done:
-                num_rows += 1
-                request.is_thrown_out = False
-                if request.token_start_s is None:
-                    request.token_start_s = self._start_s
+            if not request.is_prompt_done:
+                request.num_left_out = 0
+                continue
+            num_rows += 1
+            request.is_thrown_out = False
+            if request.token_start_s is None:
+                request.token_start_s = self._start_s
         self._has_prompt = num_rows < len(self._batch)
         terms = Terms(sum(request.size for request in self._batch), num_rows, 0, 0.0)
         self._step_s = self._times.seconds(terms)
@@ -142,6 +147,7 @@ class Machine:
         for request in sequences:
             request.num_left -= self._num_steps
         self._batch = [request for request in sequences if request.num_left]
+        self._was_prompt = prompts
         for request in prompts:
             request.is_prompt_done = True
             request.prompt_end_s = self._kernel.now_s
@@ -161,7 +167,7 @@ class Machine:
         """The next batch: prompts as they came, sequences that were thrown out, those of the batch before, all others.
 
         Who does not fit ends their group. Only who was not yet in a batch here needs memory. Of the sequences that were
-        thrown out, those come first that this befell most often; of all others, prompts too, those that came first.
+        thrown out, those come first that were left out most often; of all others, prompts too, those that came first.
         """
         batch: list[Request] = []
         num_tokens = 0
@@ -182,16 +188,28 @@ class Machine:
                 chosen.add(request)
 
         chosen: set[Request] = set()
-        thrown_out = [request for request in self.present if request.is_thrown_out]
-        thrown_out.sort(key=lambda request: -request.num_thrown_out)  # those of one number stay in order of arrival
-        for group in (self._prompts, thrown_out, self._batch, self.present):
+        for group in (self._overdue(), self._prompts, self._thrown_out(), self._batch, self.present):
             add(group)
-        for request in self._batch:
-            if request not in chosen:
-                request.is_thrown_out = True
-                request.num_thrown_out += 1
+        stayed = {*self._batch, *self._was_prompt}
+        for request in self.present:
+            if request in chosen:
+                continue
+            request.num_left_out += 1
+            if request in stayed:
+                request.rank = request.num_left_out
+                request.is_thrown_out = request.token_start_s is not None
         self._prompts = [request for request in self._prompts if request not in chosen]
-        self._batch = batch
+        self._batch, self._was_prompt = batch, []
+
+    def _thrown_out(self) -> list[Request]:
+        """Those of one rank stay in order of arrival."""
+        return sorted((request for request in self.present if request.is_thrown_out), key=lambda one: -one.rank)
+
+    def _overdue(self) -> list[Request]:
+        """All who wait, where none of them has been left out less often than that; by rank upwards."""
+        stayed = {*self._batch, *self._was_prompt}
+        waiting = sorted((request for request in self.present if request not in stayed), key=lambda one: one.rank)
+        return waiting if waiting and waiting[0].rank >= MAX_LEFT_OUT else []
 
     @staticmethod
     def _needed(request: Request) -> int:

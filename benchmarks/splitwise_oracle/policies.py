@@ -57,12 +57,12 @@ class MixedPool:
         """Where both are found, these; where one is not, a machine of the other pool; where none is left, any."""
         for_prompt = self._first("prompt", _pending, lambda machine: _may_prompt(machine, request))
         for_token = self._first("token", _reserved, lambda machine: _may_token(machine, request))
-        if for_prompt is None and self._pools["token"]:
-            for_prompt = min(self._pools["token"], key=_pending)
-            self._move(for_prompt, "mixed")
         if for_token is None and self._pools["prompt"]:
             for_token = min(self._pools["prompt"], key=_reserved)
             self._move(for_token, "mixed")
+        if for_prompt is None and self._pools["token"]:
+            for_prompt = min(self._pools["token"], key=_pending)
+            self._move(for_prompt, "mixed")
         if for_prompt is None or for_token is None:
             for_prompt = for_token = min(self._machines, key=_pending)
         return for_prompt, for_token

@@ -1,0 +1,1 @@
+"""Splitwise's simulator, written anew on our kernel, beside runs of the original: time model, machines, policies."""

@@ -53,6 +53,7 @@ class Attempt:
     page_keys: tuple[bytes, ...]
     max_local_tokens: int = 0  # computed here when no more than this are missing
     unpaced: bool = False  # in chunks of full size then, also in the first attempt
+    waits_for_grammar: bool = False  # which is being compiled: nothing of the prompt is computed before
     state: AttemptState = AttemptState.NEW
     # Of the prompt, from when they are taken: `cached` hold its beginning already and are pinned.
     cached: tuple[int, ...] = ()
@@ -209,7 +210,7 @@ class Ledger(Generic[A]):
         entering = (
             attempt.num_tokens - len(attempt.cached) * self._pool.page_size
             for attempt in self.of_state(AttemptState.ENTERING)
-            if attempt.unpaced and (attempt.turn, attempt.arrival) <= turn
+            if attempt.unpaced and not attempt.waits_for_grammar and (attempt.turn, attempt.arrival) <= turn
         )
         return sum(computed) + sum(entering) <= 2 * self._scheduler.limits.chunk_size
 

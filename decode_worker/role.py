@@ -352,7 +352,10 @@ class DecodeRole:
             self._to_runner(enter)
             return
 
+        job.waits_for_grammar = True
+
         def guided(made: list[Guide] | TandemError) -> None:
+            job.waits_for_grammar = False
             if isinstance(made, TandemError):
                 self._unguided(job, made, was_handed_off=PROMPT not in outputs)
             else:

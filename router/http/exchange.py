@@ -136,7 +136,7 @@ class Exchange:
             salt = tenant.cache_salt(secret, call.parsed.cache_salt)
             slo = call.parsed.slo
             targets = self._targets.but(tenant.ttft_ms, tenant.tpot_ms)
-            targets = targets.but(slo.get("ttft_ms", 0), slo.get("tpot_ms", 0))
+            targets = targets.asked(slo.get("ttft_ms", 0), slo.get("tpot_ms", 0))
             return call, [replace(each, tenant=tenant, cache_salt=salt, targets=targets) for each in requests]
 
         async with self._bodies.read(http) as raw:

@@ -131,7 +131,8 @@ _OBEYED = [
         Field("ttft_ms", Number(above=0, maximum=1000 * _WEEK_S)),
         Field("tpot_ms", Number(above=0, maximum=1000 * _WEEK_S)),
     ]), becomes="slo", about="By when tokens are wanted: the first one, and each further one on average. It decides "
-          "who goes first within a session, and what metrics call late."),
+          "who goes first within a session, and what metrics call late; in a colocated cluster a `tpot_ms` above the "
+          "cluster's own lets others' prompts be computed in larger chunks."),
     *TOOL_FIELDS,
     Field("add_generation_prompt", Boolean(), True, of="chat",
           about="The prompt ends where the assistant begins to answer. Not with `continue_final_message`."),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tandem.core.config import Config
 
@@ -19,6 +19,7 @@ class Targets:
 
     ttft_s: float
     tpot_s: float
+    least_tpot_s: float = 0.0  # what others' prompts leave it at most, whatever the request itself asks for
 
     @classmethod
     def of(cls, config: Config) -> Targets:
@@ -29,3 +30,12 @@ class Targets:
     def but(self, ttft_ms: float, tpot_ms: float) -> Targets:
         """With these instead, where they are not 0."""
         return Targets(ttft_ms / 1000 or self.ttft_s, tpot_ms / 1000 or self.tpot_s)
+
+    def asked(self, ttft_ms: float, tpot_ms: float) -> Targets:
+        """The same, by a request: it cannot have others give way for more than these targets do."""
+        return replace(self.but(ttft_ms, tpot_ms), least_tpot_s=self.tpot_s)
+
+    @property
+    def tpot_beside_prompts_s(self) -> float:
+        """Seconds for a further token that chunks of others' prompts leave."""
+        return max(self.tpot_s, self.least_tpot_s)

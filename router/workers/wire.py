@@ -36,9 +36,14 @@ def reserve(
         **_spec(request, journal, age_s, slack_s),
         max_local_tokens=max_local_tokens,
         unpaced=unpaced,
-        tpot_s=request.targets.tpot_s if request.targets is not None else 0.0,
+        tpot_s=_tpot_s(request),
     )
     return decode_pb2.DecodeCommand(reserve=reserve)
+
+
+def _tpot_s(request: Request) -> float:
+    """0: nobody says. For what runs in the background no prompt gives way."""
+    return 0.0 if request.targets is None or request.is_background else request.targets.tpot_beside_prompts_s
 
 
 def start_prefill(

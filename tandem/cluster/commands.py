@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -32,6 +33,7 @@ from tandem.cluster.wheel import read_wheel
 from tandem.core.arguments import PoolSizes
 from tandem.core.config import Config
 from tandem.core.errors import ConfigError, NoWorkerError, WorkerLostError
+from tandem.rpc.convert import ROLE_FROM_PROTO
 from tandem.rpc.v1 import supervisor_pb2
 
 SETTLE_TIMEOUT_S = 600.0
@@ -103,6 +105,19 @@ def _state(target: Target, cluster: supervisor_pb2.Cluster | None) -> tuple[str,
     return state, state
 
 
+def _check_ranges(cluster: supervisor_pb2.Cluster, most: Mapping[str, int]) -> None:
+    """A supervisor of an older version takes no ranges. Raises `ConfigError`."""
+    known = {f"{ROLE_FROM_PROTO[pool.role]}_most": pool.most for pool in cluster.pools}
+    for name, wanted in most.items():
+        if known.get(name) != wanted:
+            role = name.removesuffix("_most")
+            raise ConfigError(
+                f"the supervisor is of version {cluster.version} and knows no ranges: the {role} pool has a fixed size "
+                f"now; give it the one that it needs (--{role} N), or start the cluster again, and it can follow",
+                key=f"--{role}",
+            )
+
+
 def scale(
     where: Where, *, prefill: PoolSizes | None, decode: PoolSizes | None, routers: int | None, wait: bool
 ) -> int:
@@ -117,6 +132,7 @@ def scale(
         reply = stub.Scale(request, timeout=TIMEOUT_S)
         if reply.HasField("error"):
             raise ConfigError(reply.error.message, key=reply.error.field)
+        _check_ranges(reply.cluster, most)
         if not wait:
             reporter.line(f"Wanted: {pools_line(reply.cluster)}")
             return 0

@@ -528,6 +528,12 @@ def _lay_over(tree: dict[str, Any], dotted: str, value: Any) -> None:
     tree[last] = value
 
 
+COLOCATED_RANGE = (
+    "the decode pool follows its load, and cannot without prefill workers: what prompts ask of it is not in its "
+    "figures; give decode a fixed size, or have 1 prefill worker or more"
+)
+
+
 def _check_engine(config: Config) -> None:
     model, pools = config.model, config.pools
     if model.engine == "torch":
@@ -538,6 +544,16 @@ def _check_engine(config: Config) -> None:
                 key="model.time_model",
             )
         return
+    for key, value, usual, instead in (
+        ("cache.dtype", config.cache.dtype, "auto", "model.kv_dtype"),
+        ("model.quantize", model.quantize, "none", "model.weight_bits"),
+    ):
+        if value != usual:
+            raise ConfigError(
+                f"{key} is {value}, which a simulated engine has no use for; leave it out, and say {instead} in the "
+                "time model",
+                key=key,
+            )
     if not model.time_model:
         raise ConfigError(
             "model.engine is simulated, and nothing says how long its steps take; name a file in model.time_model "
@@ -581,6 +597,8 @@ def _check_relations(config: Config) -> None:
             "pools.prefill.workers to 1 or more, or leave pools.prefill.max out for a colocated cluster",
             key="pools.prefill.max",
         )
+    if prefill.most == 0 and config.pools.decode.least < config.pools.decode.most:
+        raise ConfigError(COLOCATED_RANGE, key="pools.decode.max")
     for role in ("prefill", "decode"):
         _check_pool(getattr(config.pools, role), f"pools.{role}")
     for origin in config.http.cors_origins:

@@ -71,6 +71,8 @@ class Batch:
     num_ending: int = 0
     num_ending_tokens: int = 0
     num_paced_tokens: int = 0  # of chunks that are paced
+    # Tokens of prompts that yield, which leave those that generate their time; `None`: nobody has reckoned it yet.
+    most_beside: int | None = None
     num_scored_tokens: int = 0  # of chunks whose logits are needed, each after every token
 
     @property

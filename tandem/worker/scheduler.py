@@ -266,15 +266,18 @@ class BatchScheduler:
     def _room_beside(self, batch: Batch) -> int:
         """Tokens of prompts that leave those that generate the time per token that the most urgent of them wants. The
         first chunk always has a part of its full size: prompts go on also where the time cannot be kept."""
-        target_s = min((item.sequence.tpot_s for item in batch.items if item.sequence.is_decode), default=math.inf)
-        if target_s == math.inf:
-            return self.limits.chunk_size
-        most = self.budget.most_tokens(sum(item.sequence.is_decode for item in batch.items), target_s)
-        if most is None:
-            return self.limits.chunk_size
+        if batch.most_beside is None:
+            batch.most_beside = self._most_beside(batch)
         if batch.num_chunk_tokens:
-            return max(0, most - batch.num_chunk_tokens)
-        return max(most, self.limits.chunk_size // _LEAST_CHUNK_PART, self.pool.page_size)
+            return max(0, batch.most_beside - batch.num_chunk_tokens)
+        return max(batch.most_beside, self.limits.chunk_size // _LEAST_CHUNK_PART, self.pool.page_size)
+
+    def _most_beside(self, batch: Batch) -> int:
+        """Of all prompts together that yield; those that generate are in the batch already."""
+        wanted_s = [item.sequence.tpot_s for item in batch.items if item.sequence.is_decode]
+        target_s = min(wanted_s, default=math.inf)
+        most = self.budget.most_tokens(len(wanted_s), target_s) if target_s < math.inf else None
+        return self.limits.max_num_batched_tokens if most is None else most
 
     def _paced_room(self, batch: Batch) -> int:
         """Tokens of paced prompts that the step has room for. The first prompt always gets some, so that it ends."""

@@ -224,7 +224,7 @@ class Preflight:
             if self.config.model.dtype not in ("auto", "float32"):
                 said = f"{facts.name} comes quantised, and is computed in float32; leave model.dtype out"
                 raise ConfigError(said, key="model.dtype")
-        if not self.config.pools.prefill.workers and read_pooling(facts.directory) is not None:
+        if not self.config.pools.prefill.at_first and read_pooling(facts.directory) is not None:
             raise ConfigError(
                 f"{facts.name} gives vectors, which prefill workers alone make; start at least one (--prefill 1)",
                 key="pools.prefill.workers",

@@ -138,7 +138,9 @@ def serve_command(file: LaunchFile, config: Config, wishes: Wishes, *, has_keys:
         words.append(f"--api-keys-file {_KEYS_ON_HEAD}")
     has_place = {role: file.places[role] > 0 for role in WORKER_ROLES}
     has_place[Role.PREFILL] |= has_place[Role.DECODE]
-    places = {str(role): file.places[role] for role in WORKER_ROLES if has_place[role]}
+    # A pool that follows its load has its bounds from the file that the head reads.
+    follows = {role: pool.least < pool.most for role in WORKER_ROLES for pool in [getattr(config.pools, role)]}
+    places = {str(role): file.places[role] for role in WORKER_ROLES if has_place[role] and not follows[role]}
     routers = {"routers": file.places[Role.ROUTER]} if file.places[Role.ROUTER] > 1 else {}
     for name, value in {**places, **routers, **wishes.options}.items():
         values = value if isinstance(value, list) else [value]

@@ -289,8 +289,9 @@ class Demand:
             self._prefill_work = added(_scaled(self._prefill_work, kept), work)
         kept = 1.0 if before_s is None else math.exp(-(now_s - before_s) / _REMEMBERED_S)
         self._ended = added(_scaled(self._ended, kept), asked)
-        for role, tokens in self._prompts_at.items():
-            self._prompts_at[role] = kept * tokens + sum(w.prompt_tokens for w in sample.worked.get(role, []))
+        if sample.worked.get(Role.PREFILL):  # else decode computes them all, which says nothing of a share
+            for role, tokens in self._prompts_at.items():
+                self._prompts_at[role] = kept * tokens + sum(w.prompt_tokens for w in sample.worked.get(role, []))
         for work in sample.worked.get(Role.DECODE, []):
             self._note_steps(work)
         if before_s is not None and now_s > before_s:
@@ -324,8 +325,9 @@ class Demand:
             certain=certain / of_one,
             likely=likely / of_one,
             backlog_s=max(0.0, waiting_s - num_ready * self._ttft_s / 2),
-            num_timed=self._asked.num_first,
-            num_late=self._asked.num_first_late,
+            # While prompts wait for decode's pages and places, that is what makes first tokens late.
+            num_timed=0 if self._held.waiting_kv_tokens else self._asked.num_first,
+            num_late=0 if self._held.waiting_kv_tokens else self._asked.num_first_late,
             inputs={
                 "prompt_tokens_per_s": likely,
                 "tokens_per_s_of_one": of_one,

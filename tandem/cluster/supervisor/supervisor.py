@@ -28,7 +28,7 @@ from tandem.cluster.supervisor.router_monitor import FollowedRouter
 from tandem.cluster.supervisor.slots import Phase, Policy
 from tandem.cluster.supervisor.worker_monitor import FollowedWorker
 from tandem.core import fault_points
-from tandem.core.config import MAX_POOL
+from tandem.core.config import COLOCATED_RANGE, MAX_POOL
 from tandem.core.errors import ConfigError, TandemError
 from tandem.core.identity import WORKER_ROLES, Role
 from tandem.rpc.v1 import common_pb2
@@ -140,6 +140,7 @@ class Supervisor:
                     f"first, and at most {MAX_POOL}",
                     key=str(role),
                 )
+        self._check_colocated(wanted, most or {})
         largest = {**wanted, **(most or {})}
         added = {role: workers - self.cluster.wanted[role] for role, workers in largest.items()}
         if more := {role: count for role, count in added.items() if count > 0}:
@@ -147,6 +148,12 @@ class Supervisor:
         for role, workers in wanted.items():
             self._feed(ev.WantedChanged(role, workers, (most or {}).get(role)))
         await self._remember()
+
+    def _check_colocated(self, wanted: dict[Role, int], most: Mapping[Role, int]) -> None:
+        sizes = self.cluster.sizes
+        has_range = Role.DECODE in most if Role.DECODE in wanted else Role.DECODE in sizes.ranges
+        if wanted.get(Role.PREFILL, sizes.wanted[Role.PREFILL]) == 0 and has_range:
+            raise ConfigError(COLOCATED_RANGE, key="decode")
 
     async def drain(self, worker_id: str, *, replace_first: bool, timeout_s: float) -> None:
         """Replace one worker or router; takes effect at once, ends later.

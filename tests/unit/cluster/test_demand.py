@@ -167,3 +167,28 @@ def test_prompts_that_decode_computes_do_not_make_its_steps_look_slow() -> None:
         assert load is not None
         loads.append(load.likely)
     assert loads[1] == pytest.approx(loads[0], rel=0.02)
+
+
+def test_late_first_tokens_are_not_prefills_while_prompts_wait_for_decode() -> None:
+    for waiting_kv, late in ((0.0, 10), (5000.0, 0)):
+        demand, now_s = prefill_load(Held(waiting_kv_tokens=waiting_kv))
+        sample = Sample(
+            Asked(num_first=10, num_first_late=10), {Role.PREFILL: [Worked(1, 1.0, 1000)]},
+            Held(waiting_kv_tokens=waiting_kv),
+        )  # fmt: skip
+        demand.hear(sample, now_s + 2)
+        load = demand.of(Role.PREFILL, 1, now_s + 2)
+        assert load is not None
+        assert load.num_late == late
+
+
+def test_what_decode_computed_without_prefill_workers_says_nothing_of_a_share() -> None:
+    demand = Demand(TTFT_S, TPOT_S, DELAY_S)
+    for number in range(100):
+        alone = {Role.DECODE: [Worked(10, 2.0, 50_000)]}
+        demand.hear(Sample(Asked(num_requests=5, prompt_tokens=50_000), alone, Held()), 2.0 * number)
+    both = {Role.PREFILL: [Worked(10, 2.0, 20_000)], Role.DECODE: [Worked(10, 2.0, 0, 100)]}
+    demand.hear(Sample(Asked(num_requests=5, prompt_tokens=20_000), both, Held()), 202.0)
+    load = demand.of(Role.PREFILL, 1, 202.0)
+    assert load is not None
+    assert load.inputs["share_of_prefill"] == 1.0

@@ -15,6 +15,7 @@ from state_files import cluster_file
 
 from tandem import cli
 from tandem.cluster import commands, statefile
+from tandem.core.errors import ConfigError
 from tandem.rpc.v1 import common_pb2, control_pb2, supervisor_pb2, supervisor_pb2_grpc
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
@@ -239,3 +240,13 @@ def test_status_as_json_is_plain(scripted: Scripted, capsys: pytest.CaptureFixtu
     told = json.loads(capsys.readouterr().out)
     assert [pool["role"] for pool in told["pools"]] == ["prefill", "decode"]
     assert (told["membership_version"], told["stopping"], told["workers"][0]["load"]) == (0, False, None)
+
+
+def test_a_supervisor_that_knows_no_ranges_is_told_of() -> None:
+    pools = [supervisor_pb2.Pool(role=common_pb2.ROLE_PREFILL, wanted=1)]
+    old = supervisor_pb2.Cluster(version="0.1.0", pools=pools)
+    with pytest.raises(ConfigError, match=r"is of version 0\.1\.0 and knows no ranges"):
+        commands._check_ranges(old, {"prefill_most": 4})
+    pools[0].most = 4
+    commands._check_ranges(supervisor_pb2.Cluster(pools=pools), {"prefill_most": 4})
+    commands._check_ranges(old, {})

@@ -130,3 +130,14 @@ async def test_a_range_that_cannot_be_is_refused(world: World, least: int, most:
         with pytest.raises(ConfigError, match="--prefill"):
             await supervisor.scale({Role.PREFILL: least}, {Role.PREFILL: most})
         assert not supervisor.cluster.sizes.ranges
+
+
+async def test_a_decode_pool_follows_no_load_without_prefill_workers(world: World) -> None:
+    async with running(world) as (supervisor, _):
+        await supervisor.scale({Role.DECODE: 1}, {Role.DECODE: 3})
+        with pytest.raises(ConfigError, match="cannot without prefill workers"):
+            await supervisor.scale({Role.PREFILL: 0})
+        await supervisor.scale({Role.PREFILL: 0, Role.DECODE: 1})
+        with pytest.raises(ConfigError, match="cannot without prefill workers"):
+            await supervisor.scale({Role.DECODE: 1}, {Role.DECODE: 3})
+        await supervisor.scale({Role.PREFILL: 1, Role.DECODE: 1}, {Role.DECODE: 3})

@@ -337,3 +337,14 @@ def test_another_file_is_refused(place: Path, capsys: pytest.CaptureFixture[str]
     (place / "hosts.yaml").write_text(text)
     assert cli.main(["up", "hosts.yaml"]) == 1
     assert why in capsys.readouterr().err
+
+
+def test_a_pool_that_follows_its_load_has_its_bounds_from_the_file(place: Path) -> None:
+    lists = {Role.PREFILL: ["10.0.0.2"], Role.DECODE: ["10.0.0.3", "10.0.0.4"]}
+    hosts = plan_hosts("10.0.0.1", lists, user="me", key="~/.ssh/key", cluster_name="ours")
+    (place / "hosts.yaml").write_text(hosts_file(hosts))
+    (place / "tandem.yaml").write_text("pools: {decode: {min: 1, max: 2}}\n")
+    file, config = LaunchFile.read(place / "hosts.yaml"), load(place / "tandem.yaml")
+    command = serve_command(file, config, Wishes({}, None), has_keys=False)
+    assert "--prefill 1" in command
+    assert "--decode" not in command

@@ -125,8 +125,8 @@ def _values(leaf: Leaf) -> st.SearchStrategy[Any]:
 
 
 _RELATED = {
-    "cache.page_size", "cache.prefix_cache", "model.engine", "model.time_model", "scheduling.chunk_size",
-    "scheduling.max_num_batched_tokens",
+    "cache.dtype", "cache.page_size", "cache.prefix_cache", "model.engine", "model.quantize", "model.time_model",
+    "scheduling.chunk_size", "scheduling.max_num_batched_tokens",
 }  # fmt: skip
 _RELATED |= {f"pools.{role}.{key}" for role in ("prefill", "decode") for key in ("workers", "min", "max")}
 
@@ -379,3 +379,19 @@ def test_a_pool_that_follows_its_load_begins_with_a_worker() -> None:
     assert caught.value.key == "pools.prefill.max"
     assert from_dict({"pools": {"prefill": {"workers": 0, "min": 1, "max": 3}}}).pools.prefill.at_first == 1
     assert from_dict({"pools": {"prefill": {"workers": 0}}}).pools.prefill.most == 0
+
+
+def test_without_prefill_workers_decode_follows_no_load() -> None:
+    with pytest.raises(ConfigError, match="cannot without prefill workers") as caught:
+        from_dict({"pools": {"prefill": {"workers": 0}, "decode": {"max": 3}}})
+    assert caught.value.key == "pools.decode.max"
+    assert from_dict({"pools": {"prefill": {"workers": 0}, "decode": {"workers": 3}}}).pools.decode.most == 3
+
+
+@pytest.mark.parametrize(("section", "key"), [("cache", "dtype"), ("model", "quantize")])
+def test_a_simulated_engine_has_no_types(section: str, key: str) -> None:
+    tree: dict[str, Any] = {"model": {"engine": "simulated", "time_model": "t.yaml"}}
+    tree.setdefault(section, {})[key] = "int8"
+    with pytest.raises(ConfigError, match="a simulated engine has no use for") as caught:
+        from_dict(tree)
+    assert caught.value.key == f"{section}.{key}"

@@ -34,3 +34,10 @@ def test_targets_are_of_the_request_or_the_tenant_or_the_cluster_or_the_device()
     assert own == Targets(0.3, cpu.tpot_s)
     assert own.but(0, 20) == Targets(0.3, 0.02)
     assert own.but(100, 0).but(0, 0) == Targets(0.1, cpu.tpot_s)
+
+
+def test_a_request_has_others_give_way_for_no_less_than_its_tenants_target() -> None:
+    tenants = Targets(1.0, 0.2)
+    assert tenants.asked(0, 1.0).tpot_beside_prompts_s == 0.2
+    assert tenants.asked(0, 500.0).tpot_beside_prompts_s == 0.5
+    assert tenants.asked(0, 1.0).tpot_s == 0.001, "what metrics call late is its own"

@@ -140,7 +140,10 @@ def _write_config(directory: Path, sizes: SimulatedSizes) -> Path:
     spec = {"times": "fitted", "fitted": {"base_ms": sizes.step_ms}}
     times.write_text(json_format.dumps(spec))  # JSON is YAML
     config = directory / "tandem.yaml"
-    config.write_text(json_format.dumps({"model": {"engine": "simulated", "time_model": str(times)}}))
+    # All requests come at once: none is to be refused.
+    scheduling = {"max_queued_requests": 10_000}
+    model = {"engine": "simulated", "time_model": str(times)}
+    config.write_text(json_format.dumps({"model": model, "scheduling": scheduling}))
     return config
 
 

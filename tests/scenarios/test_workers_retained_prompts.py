@@ -15,6 +15,7 @@ import torch
 from decode_worker.worker import DecodeWorker
 from kvtransfer.protocol.messages import AttemptKey
 from kvtransfer.protocol.sender_events import ConfirmIdle
+from tandem.core.pages import page_keys
 from tandem.core.sampling import SamplingParams
 from tandem.engine.batch import SequenceInput
 from tandem.rpc.v1 import common_pb2 as pb
@@ -284,7 +285,11 @@ async def test_one_request_whose_logits_are_not_numbers_fails_alone(pair: Worker
         del pair.prefill.parts.engine.forward
         pair.prefill.parts.scheduler.limits = old
     await pair.settled()
-    assert pair.prefill.parts.pool.counts().cached == 3, "of the good one only"
+    scheduler = pair.prefill.parts.scheduler
+    for ids, num in ((good.prompt, 3), (bad, 0)):
+        found = scheduler.pool.acquire(page_keys(ids, scheduler.pool.page_size, scheduler.salt))
+        scheduler.pool.release(found)
+        assert len(found) == num, "of the good one only"
 
 
 async def test_a_drain_does_not_wait_for_a_decode_worker_that_is_gone(pair: WorkerPair) -> None:

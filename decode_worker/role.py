@@ -105,7 +105,8 @@ class DecodeRole:
         self._has_changed = False
         self._num_fetching = 0  # attempts that wait for pages to be read; of the driver's thread
         self._step_began_s = 0.0
-        self._num_generating = 0  # in that step
+        self._num_generating: int | None = None  # in that step; `None`: nobody asks
+        self._bounds_chunks = False  # of prompts, by what steps take: where the cluster is colocated
 
     # -- what routers ask; on the driver's thread
 
@@ -146,6 +147,7 @@ class DecodeRole:
             text = f"a journal for choices {strange} of {spec.num_choices}"
             raise InvalidRequestError(text, request_id=key.request_id)
         going_on = [c for c in range(spec.num_choices) if c not in finished]
+        self._bounds_chunks |= unpaced
         if unpaced and not going_on:  # else it would be granted pages that nobody fills
             raise InternalError("every choice has ended already", request_id=key.request_id)
         # The first attempt in the order must be able to end when it is alone, or preemption could not help.
@@ -436,7 +438,8 @@ class DecodeRole:
             self._counters.num_prompt_tokens_cached += num_cached
         self._counters.num_preemptions += len(batch.preempted)
         self._step_began_s = self._clock.now()
-        self._num_generating = sum(item.sequence.is_decode for item in batch.items)
+        is_asked = self._bounds_chunks
+        self._num_generating = sum(item.sequence.is_decode for item in batch.items) if is_asked else None
         self._tokens.begin_masks(batch)
         fault_points.reach("decode.step")
 
@@ -448,7 +451,9 @@ class DecodeRole:
 
     def after_step(self, batch: Batch) -> None:
         took_s = self._clock.now() - self._step_began_s
-        self._scheduler.budget.note(self._num_generating, batch.num_chunk_tokens + batch.num_paced_tokens, took_s)
+        if self._num_generating is not None:
+            num_tokens = batch.num_chunk_tokens + batch.num_paced_tokens
+            self._scheduler.budget.note(self._num_generating, num_tokens, took_s)
         self._counters.num_steps += 1
         self._counters.busy_s += took_s
         if batch.num_paced_tokens:

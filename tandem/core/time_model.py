@@ -20,7 +20,7 @@ SIMULATED_TOKEN_BYTES = 64
 """Of the pages of a simulated engine, which stand for the real ones."""
 
 #: What a scenario of `tandem sim` says beside: a simulated engine reads its file too, and has no use for it.
-_OF_SIMULATIONS = ("pools", "network", "load", "tandem", "seed")
+OF_SIMULATIONS = ("pools", "network", "load", "tandem", "seed")
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,6 @@ def read_time_model(path: Path) -> TimeModel:
     """Of a file of its own, or of a scenario. Raises `ConfigError`, which names file and key."""
     try:
         tree = read_yaml(path, "--time-model (model.time_model)")
-        return build(TimeModel, {name: value for name, value in tree.items() if name not in _OF_SIMULATIONS})
+        return build(TimeModel, {name: value for name, value in tree.items() if name not in OF_SIMULATIONS})
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.message}", key=error.key or "model.time_model") from error

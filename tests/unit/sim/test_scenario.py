@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from tandem.cluster.supervisor.autoscale import Range, Settings
 from tandem.core.errors import ConfigError
 from tandem.core.identity import Role
 from tandem.core.step_times import Card, Fitted, ModelSize, Roofline, Terms
+from tandem.core.time_model import OF_SIMULATIONS, TimeModel, read_time_model
 from tandem.sim.load import APART_S
-from tandem.sim.scenario import arrivals, read_scenario
+from tandem.sim.scenario import Scenario, arrivals, read_scenario
 
 SCENARIOS = Path(__file__).parents[3] / "scenarios"
 
@@ -33,6 +35,15 @@ def scenario_file(directory: Path, text: str) -> Path:
 def test_shipped_scenarios_can_be_read(file: Path) -> None:
     shape = read_scenario(file).shape()
     assert shape.prefill.num_workers > 1
+
+
+def test_a_scenario_is_a_time_model_too() -> None:
+    """A simulated engine reads one, and has no use for the rest of it."""
+    shared = {one.name for one in fields(TimeModel)}
+    for file in SCENARIOS.glob("*.yaml"):
+        scenario, model = read_scenario(file), read_time_model(file)
+        assert all(getattr(model, name) == getattr(scenario, name) for name in shared)
+    assert {one.name for one in fields(Scenario)} - shared == set(OF_SIMULATIONS)
 
 
 def test_keys_of_tandem_yaml_reach_the_schedulers(tmp_path: Path) -> None:

@@ -34,6 +34,12 @@ def test_prompts_are_computed_in_chunks_of_full_size() -> None:
         assert not node.counters.num_mixed_steps
         assert node.counters.num_chunk_tokens >= 0.9 * node.counters.num_prompt_tokens_computed
         assert node.counters.chunk_s > 0
+        assert node.scheduler.budget.most_tokens(1, 1.0) is not None, "it has learnt how long its steps take"
+
+
+def test_where_prefill_workers_compute_prompts_nothing_is_learnt_of_steps() -> None:
+    for node in serve(WorldSpec(seed=1)).of_role(Role.DECODE):
+        assert node.scheduler.budget.most_tokens(1, 1.0) is None
 
 
 @pytest.mark.parametrize("seed", range(4))

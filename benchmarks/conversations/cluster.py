@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.parts.processes import Child, Processes, start_router, tell_router
+from benchmarks.parts.processes import Processes, start_cluster
 from tandem.bench.load.http_client import LoadClient
 from tandem.core.config import EMBEDDED_MODEL
 from tandem.core.errors import TandemError
-from tandem.core.identity import Role
+from tandem.core.identity import WORKER_ROLES
 from tandem.core.model_path import resolve_model
 
 #: What is run as a router, by the name of its way to place.
@@ -21,7 +21,6 @@ ROUTERS = {"prefixes": "router", "load": "benchmarks.conversations.blind_router"
 
 _READY_S = 60.0
 _LOOK_S = 0.05
-_ROLES = (Role.PREFILL, Role.DECODE)
 
 
 @dataclass(frozen=True)
@@ -49,15 +48,8 @@ async def running(directory: Path, spec: ClusterSpec, placement: str) -> AsyncIt
     async with Processes(directory) as processes:
         config = directory / "worker.yaml"
         config.write_text(json.dumps({"transport": {"name": spec.transport}}))  # JSON is YAML
-        line = ("--config", str(config), "--model-dir", str(model_dir), "--kv-bytes", str(spec.kv_bytes))
-        started: list[tuple[Role, Child]] = []
-        for role in _ROLES:
-            for number in range(spec.num_of_each):
-                name = f"{role}-{number}"
-                started.append((role, await processes.start(name, f"{role}_worker", *line, "--worker-id", name)))
-        workers = [(str(role), (await child.ready()).facts) for role, child in started]
-        router = await start_router(processes, model_dir, module=ROUTERS[placement])
-        await tell_router(router, workers)
+        line = ("--config", str(config), "--kv-bytes", str(spec.kv_bytes))
+        router, _ = await start_cluster(processes, model_dir, spec.num_of_each, *line, module=ROUTERS[placement])
         url = router.facts["http"]
         await _until_all_are_ready(url, spec.num_of_each)
         yield url
@@ -68,9 +60,9 @@ async def _until_all_are_ready(url: str, num_of_each: int) -> None:
     num_ready = 0
     try:
         async with asyncio.timeout(_READY_S):
-            while num_ready < num_of_each * len(_ROLES):
+            while num_ready < num_of_each * len(WORKER_ROLES):
                 answer = json.loads((await client.ask("GET", "/v1/cluster")).body)
-                num_ready = sum(worker["state"] == "ready" for role in _ROLES for worker in answer[role.value])
+                num_ready = sum(worker["state"] == "ready" for role in WORKER_ROLES for worker in answer[role.value])
                 await asyncio.sleep(_LOOK_S)  # another process can only be asked
     except TimeoutError:
         raise TandemError(f"{num_ready} workers were ready after {_READY_S:.0f} s, of {2 * num_of_each}") from None

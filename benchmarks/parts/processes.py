@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.child_process import log_tail, start_child, stop_child
 from tandem.core.errors import TandemError
-from tandem.core.identity import Role
+from tandem.core.identity import WORKER_ROLES, Role
 from tandem.rpc.channel import make_channel
 from tandem.rpc.convert import ROLE_TO_PROTO
 from tandem.rpc.v1 import control_pb2
@@ -124,6 +124,32 @@ async def start_workers(processes: Processes, options: WorkerOptions) -> tuple[C
         started.append(await processes.start(role, f"{role}_worker", *line, num_threads=options.num_threads))
     prefill, decode = [await child.ready() for child in started]
     return prefill, decode
+
+
+async def start_cluster(
+    processes: Processes,
+    model_dir: Path,
+    num_of_each: int,
+    *of_workers: str,
+    module: str = "router",
+    of_router: tuple[str, ...] = (),
+) -> tuple[Child, list[tuple[Role, Child]]]:
+    """A router and so many workers of each role, all ready and told of each other; with the roles of the workers.
+
+    Args:
+        of_workers, of_router: their options.
+        module: what is run as a router.
+    """
+    line = ("--model-dir", str(model_dir), *of_workers)
+    started: list[tuple[Role, Child]] = []
+    for role in WORKER_ROLES:
+        for number in range(num_of_each):
+            name = f"{role}-{number}"
+            started.append((role, await processes.start(name, f"{role}_worker", *line, "--worker-id", name)))
+    facts = [(str(role), (await child.ready()).facts) for role, child in started]
+    router = await start_router(processes, model_dir, *of_router, module=module)
+    await tell_router(router, facts)
+    return router, started
 
 
 async def start_router(

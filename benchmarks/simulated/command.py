@@ -13,7 +13,7 @@ import json as json_format
 import resource
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from rich.console import Console
 
 from benchmarks.origin import origin
 from benchmarks.other_load import OtherLoad
-from benchmarks.parts.processes import Child, Processes, start_router, tell_router
+from benchmarks.parts.processes import Child, Processes, start_cluster
 from benchmarks.simulated.section import FORMAT, section
 from benchmarks.simulated.waterfalls import waterfalls
 from tandem.bench.load.trace_entry import TraceEntry
@@ -35,11 +35,11 @@ from tandem.bench.report.summary import summarise
 from tandem.bench.session import Session, Shape, Target, Workload
 from tandem.core.config import EMBEDDED_MODEL
 from tandem.core.errors import TandemError
+from tandem.core.identity import WORKER_ROLES, Role
 from tandem.core.model_path import resolve_model
 from tandem.core.tokenizer import Tokenizer
 
 _QUIET_S = 2.0
-_ROLES = ("prefill", "decode")
 
 
 @dataclass(frozen=True)
@@ -94,21 +94,14 @@ async def _measure_one(directory: Path, sizes: SimulatedSizes, num_of_each: int)
     model_dir = resolve_model(EMBEDDED_MODEL)
     config = _write_config(directory, sizes)
     async with Processes(directory) as processes:
-        line = ("--config", str(config), "--model-dir", str(model_dir))
-        started = []
-        for role in _ROLES:
-            for number in range(num_of_each):
-                name = f"{role}-{number}"
-                started.append((role, await processes.start(name, f"{role}_worker", *line, "--worker-id", name)))
-        workers = [(role, await child.ready()) for role, child in started]
-        router = await start_router(processes, model_dir, "--config", str(config))
-        await tell_router(router, [(role, child.facts) for role, child in workers])
+        options = ("--config", str(config))
+        router, workers = await start_cluster(processes, model_dir, num_of_each, *options, of_router=options)
         concurrency = sizes.num_seqs * num_of_each
         entries = [TraceEntry(sizes.num_input, sizes.num_output)] * (concurrency * sizes.num_rounds)
         vocabulary = plain_vocabulary(Tokenizer.from_dir(model_dir))
         session = Session(Target(router.facts["http"]), Workload(entries, vocabulary, num_warm_up=4 * num_of_each))
         await session.open()
-        cpu = _Cpu(router, [child for role, child in workers if role == "decode"], [child for _, child in workers])
+        cpu = _Cpu(router, workers)
         load = await session.measure(Shape(concurrency=concurrency))
         used = cpu.used()
         good = [record for record in load.records if record.is_good]
@@ -150,8 +143,9 @@ def _write_config(directory: Path, sizes: SimulatedSizes) -> Path:
 class _Cpu:
     """CPU time of a cluster's processes, and of the load generator, which is this one, since it was made."""
 
-    def __init__(self, router: Child, decode: list[Child], workers: list[Child]) -> None:
-        self._parts = {"router": [router], "decode": decode, "prefill": [w for w in workers if w not in decode]}
+    def __init__(self, router: Child, workers: Sequence[tuple[Role, Child]]) -> None:
+        of_role = {str(role): [child for own, child in workers if own is role] for role in WORKER_ROLES}
+        self._parts = {"router": [router], **of_role}
         self._before = self._now()
         self._began_s = time.monotonic()
 

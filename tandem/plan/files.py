@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import yaml
 from tandem.core.config_tree import read_yaml
 from tandem.core.errors import ConfigError
 from tandem.plan.plan_file import Plan, TypeSpec
-from tandem.plan.size import Found
+from tandem.plan.size import Found, num_nodes
 
 _ROLES = ("prefill", "decode")
 
@@ -75,7 +74,7 @@ def cluster_yaml(base: dict[str, Any], types: dict[str, TypeSpec], found: Found)
     best, nodes = found.best, {}
     for role in _ROLES:
         spec = types[getattr(best, f"{role}_type")]
-        num = math.ceil(getattr(best, f"num_{role}") / spec.workers_of_node)
+        num = num_nodes(best, types, role)
         of_base = (base.get("available_node_types") or {}).get(role) or {}
         config = {**(of_base.get("node_config") or {}), **({"InstanceType": spec.instance} if spec.instance else {})}
         nodes[role] = {

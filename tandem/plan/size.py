@@ -185,6 +185,12 @@ def faster(load: LoadSpec, speed: float) -> LoadSpec:
     return replace(load, speed=load.speed * speed) if load.trace else replace(load, rate=load.rate * speed)
 
 
+def num_nodes(pools: Pools, types: dict[str, TypeSpec], role: str) -> int:
+    """That have room for the workers of a role."""
+    num: int = getattr(pools, f"num_{role}")
+    return math.ceil(num / types[getattr(pools, f"{role}_type")].workers_of_node)
+
+
 def content(plan: Plan, types: dict[str, TypeSpec], found: Found) -> dict[str, Any]:
     """Plain data."""
     best = asdict(found.best)
@@ -200,8 +206,5 @@ def content(plan: Plan, types: dict[str, TypeSpec], found: Found) -> dict[str, A
         "changed": {name: asdict(kept) for name, kept in found.changed.items()},
         "tries": [{"pools": asdict(pools), "kept": asdict(kept)} for pools, kept in found.tries],
     }
-    result["nodes"] = {
-        role: math.ceil(best[f"num_{role}"] / types[best[f"{role}_type"]].workers_of_node)
-        for role in ("prefill", "decode")
-    }
+    result["nodes"] = {role: num_nodes(found.best, types, role) for role in ("prefill", "decode")}
     return result

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import psutil
@@ -276,17 +276,15 @@ class Stream:
         self.num_seen.release()
 
 
-class Load:
-    """Clients that send requests one after another until the block ends; every answer is kept."""
+class Clients:
+    """So many threads, each of which runs `_run` with its number until the block ends; `_stop` tells it."""
 
     def __init__(self, serve: Serve, num_clients: int) -> None:
-        self.responses: list[httpx.Response] = []
-        self.errors: list[Exception] = []
         self._serve = serve
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=self._run, args=(n,)) for n in range(num_clients)]
 
-    def __enter__(self) -> Load:
+    def __enter__(self) -> Self:
         for thread in self._threads:
             thread.start()
         return self
@@ -296,6 +294,18 @@ class Load:
         for thread in self._threads:
             thread.join(90)
             assert not thread.is_alive(), "a request hangs"
+
+    def _run(self, client: int) -> None:
+        raise NotImplementedError
+
+
+class Load(Clients):
+    """Clients that send requests one after another until the block ends; every answer is kept."""
+
+    def __init__(self, serve: Serve, num_clients: int) -> None:
+        self.responses: list[httpx.Response] = []
+        self.errors: list[Exception] = []
+        super().__init__(serve, num_clients)
 
     def wait_for(self, num: int) -> None:
         """Until there are so many answers."""

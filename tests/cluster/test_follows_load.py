@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from serving import CACHE_BYTES, Serve
+from serving import CACHE_BYTES, Clients, Serve
 
 from tests.support.waiting import wait_until
 
@@ -17,25 +16,13 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.processes]
 NUM_CLIENTS = 4
 
 
-class LongPrompts:
+class LongPrompts(Clients):
     """Clients that ask for one token of long prompts, each of them new, until the block ends."""
 
     def __init__(self, serve: Serve) -> None:
         self.failures: list[str] = []
         self.num_served = 0
-        self._serve, self._stop = serve, threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(NUM_CLIENTS)]
-
-    def __enter__(self) -> LongPrompts:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(60)
-            assert not thread.is_alive(), "a request hangs"
+        super().__init__(serve, NUM_CLIENTS)
 
     def _run(self, client: int) -> None:
         turn = 0

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from decode_worker.landing import IdleWord, Landing
-from kvtransfer.digest import ReadExtent, digest_pages
-from kvtransfer.extents import ArenaShape, page_ranges
+from kvtransfer.extents import ArenaShape, TakeDigests, page_ranges
 from kvtransfer.layout import LayoutId
 from kvtransfer.protocol import receiver_events as ev
 from kvtransfer.protocol.arrivals import ArrivedDigests, WriteTag
@@ -112,7 +111,7 @@ class ReceiverDriver:
     """All handoffs that this worker takes.
 
     Args:
-        read_extent: reads this worker's arena, for the digests.
+        take_digests: of extents of this worker's arena.
         secret: of this incarnation, for the capabilities of its grants.
     """
 
@@ -121,7 +120,7 @@ class ReceiverDriver:
         incarnation: str,
         layout: LayoutId,
         shape: ArenaShape,
-        read_extent: ReadExtent,
+        take_digests: TakeDigests,
         limits: ReceiverLimits,
         callbacks: ReceiverCallbacks,
         secret: bytes,
@@ -129,7 +128,7 @@ class ReceiverDriver:
     ) -> None:
         self._handoffs = ReceiverHandoffs(incarnation, layout, limits, secret=secret)
         self._shape = shape
-        self._read_extent = read_extent
+        self._take_digests = take_digests
         self._callbacks = callbacks
         self._clock = clock
         self._answer = Answer()
@@ -230,9 +229,6 @@ class ReceiverDriver:
         """A call about a grant came on the KV plane, from somebody who was not given it."""
         self.refusals[RefusalReason.BAD_CAPABILITY] += 1
         _log.warning("a call of %.100r is refused: it is not sealed with its grant's capability", peer)
-
-    def _take_digests(self, layer: int, pages: Sequence[int]) -> tuple[int, ...]:
-        return digest_pages(self._read_extent, layer, pages)
 
     # -- what the role says
 

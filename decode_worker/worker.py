@@ -98,7 +98,7 @@ class DecodeWorker:
             parts.incarnation,
             parts.layout,
             parts.arena_shape,
-            parts.engine.arena.extent_view,
+            parts.take_digests,
             limits,
             self,
             secrets.token_bytes(32),

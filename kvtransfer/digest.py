@@ -6,11 +6,11 @@ trusted code in one security domain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import xxhash
 
-from kvtransfer.extents import ArenaShape
+from kvtransfer.extents import ArenaShape, TakeDigests
 
 #: (layer, page) → the bytes of that extent, in host memory: a view, or a copy of what lies in a device's memory.
 ReadExtent = Callable[[int, int], memoryview]
@@ -31,6 +31,15 @@ def read_from(arena: memoryview, shape: ArenaShape) -> ReadExtent:
     return read
 
 
-def digest_pages(read: ReadExtent, layer: int, pages: Iterable[int]) -> tuple[int, ...]:
-    """Digests of `pages` of one layer, in the order given."""
-    return tuple(digest_bytes(read(layer, page)) for page in pages)
+def digests_of(read: ReadExtent) -> TakeDigests:
+    """Take digests of what `read` reads, one extent after another."""
+
+    def take(parts: Sequence[tuple[int, Sequence[int]]]) -> list[tuple[int, ...]]:
+        return [tuple(digest_bytes(read(layer, page)) for page in pages) for layer, pages in parts]
+
+    return take
+
+
+def no_digests(parts: Sequence[tuple[int, Sequence[int]]]) -> list[tuple[int, ...]]:
+    """For pages that nobody checks: their layout says so (`LayoutId.digest`), and both ends of a handoff have one."""
+    return [(0,) * len(pages) for _, pages in parts]

@@ -6,9 +6,13 @@ costs about 3.5 µs whatever its size: 16 KiB ones move 3.3 GB/s, those of 256 K
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+#: `[(layer, pages)]` → of each, digests of what these pages hold in that layer, in their order. All of a call may be
+#: taken at once; their bytes are complete when it is made.
+TakeDigests = Callable[[Sequence[tuple[int, Sequence[int]]]], list[tuple[int, ...]]]
 
 
 class PageWrite(NamedTuple):

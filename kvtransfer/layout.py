@@ -7,6 +7,9 @@ from dataclasses import dataclass, fields
 from tandem.core.dtypes import PAGE_DTYPES, kv_head_bytes
 from tandem.core.errors import IncompatibleError
 
+#: `LayoutId.digest` of pages that nobody checks.
+NO_DIGEST = "none"
+
 
 @dataclass(frozen=True, slots=True)
 class LayoutId:
@@ -20,7 +23,7 @@ class LayoutId:
         weights_sha256: hex digest of the weights (and adapter) that computed the KV.
         dtype: torch's name of the element type, without `torch.`.
         page_size: token slots of a page.
-        digest: the algorithm of extent digests.
+        digest: the algorithm of extent digests; `NO_DIGEST`: none are taken.
     """
 
     weights_sha256: str

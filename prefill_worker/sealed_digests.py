@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvtransfer.digest import ReadExtent, digest_pages
-from kvtransfer.extents import ArenaShape
+from kvtransfer.extents import ArenaShape, TakeDigests
 
 
 class SealedDigests:
@@ -16,17 +15,17 @@ class SealedDigests:
     When bytes change, their digest is taken again as they are sealed again; it is not asked for in between.
 
     Args:
-        read: reads the arena.
+        take: takes digests of the arena's extents.
     """
 
-    def __init__(self, read: ReadExtent, shape: ArenaShape) -> None:
-        self._read = read
+    def __init__(self, take: TakeDigests, shape: ArenaShape) -> None:
+        self._take = take
         self._digests = np.zeros((shape.num_layers, shape.num_pages), np.uint64)
         self._known = np.zeros((shape.num_layers, shape.num_pages), np.bool_)
 
     def take(self, layer: int, pages: Sequence[int]) -> None:
         """These pages of one layer are sealed now."""
-        self._digests[layer, pages] = np.array(digest_pages(self._read, layer, pages), np.uint64)
+        self._digests[layer, pages] = np.array(self._take([(layer, pages)])[0], np.uint64)
         self._known[layer, pages] = True
 
     def of(self, layers: range, pages: Sequence[int]) -> tuple[tuple[int, ...], ...]:

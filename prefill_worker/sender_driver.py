@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from kvtransfer.digest import ReadExtent
-from kvtransfer.extents import ArenaShape, merge_extents
+from kvtransfer.extents import ArenaShape, TakeDigests, merge_extents
 from kvtransfer.layout import LayoutId
 from kvtransfer.protocol import sender_events as ev
 from kvtransfer.protocol.arrivals import WriteTag
@@ -47,7 +46,7 @@ class SenderDriver:
     """All handoffs that this worker sends.
 
     Args:
-        read_extent: reads this worker's arena, for the digests.
+        take_digests: of extents of this worker's arena.
         write: queues a write on the transport (`TransferThread.write`).
         peer: the transport's peer and the shape of its arena, for a receiver's incarnation that is paired.
     """
@@ -58,7 +57,7 @@ class SenderDriver:
         incarnation: str,
         layout: LayoutId,
         shape: ArenaShape,
-        read_extent: ReadExtent,
+        take_digests: TakeDigests,
         limits: SenderLimits,
         callbacks: SenderCallbacks,
         write: Callable[..., None],
@@ -69,7 +68,7 @@ class SenderDriver:
         self._layout = layout
         self._shape = shape
         # Of all pages that this worker computed: a page that is sent later, or once more, is not read again.
-        self._digests = SealedDigests(read_extent, shape)
+        self._digests = SealedDigests(take_digests, shape)
         self._limits = limits
         self._callbacks = callbacks
         self._write = write

@@ -100,7 +100,7 @@ class PrefillWorker:
             incarnation=parts.incarnation,
             layout=parts.layout,
             shape=parts.arena_shape,
-            read_extent=parts.engine.arena.extent_view,
+            take_digests=parts.take_digests,
             limits=limits,
             callbacks=self,
             write=parts.transfer.write,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from kvtransfer.digest import no_digests
 from kvtransfer.extents import ArenaShape
 from kvtransfer.layout import LayoutId
 from kvtransfer.protocol import sender_events as ev
@@ -38,7 +39,7 @@ def event(num_open: int) -> Callable[[], object]:
         incarnation="prefill-0#1",
         layout=_LAYOUT,
         shape=ArenaShape(1, 64, _LAYOUT.extent_bytes),
-        read_extent=lambda _layer, _page: memoryview(b""),
+        take_digests=no_digests,
         limits=_LIMITS,
         callbacks=told,
         write=lambda *_, **__: None,

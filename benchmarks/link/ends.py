@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from decode_worker.receiver_driver import Answer, ReceiverDriver
+from kvtransfer.digest import digests_of
 from kvtransfer.extents import ArenaShape, PageWrite, merge_extents
 from kvtransfer.layout import LayoutId
 from kvtransfer.protocol import sender_events as ev
@@ -129,7 +130,7 @@ class ReceivingEnd(End):
             self.incarnation,
             self.layout,
             self.shape,
-            self.arena.extent_view,
+            digests_of(self.arena.extent_view),
             ReceiverLimits(lease_s=LEASE_S, grace_s=_GRACE_S),
             self,
             secrets.token_bytes(32),
@@ -250,7 +251,7 @@ class SendingEnd(End):
             incarnation=self.incarnation,
             layout=self.layout,
             shape=self.shape,
-            read_extent=self.arena.extent_view,
+            take_digests=digests_of(self.arena.extent_view),
             limits=SenderLimits(grace_s=_GRACE_S),
             callbacks=self,
             write=self.transfer.write,

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import operator
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvtransfer.extents import TakeDigests
+
 _HEAD = struct.Struct("<QIQH")
 _RUN = struct.Struct("<HII")
-
-#: (layer, pages) → digests of what these pages hold in that layer, in their order.
-TakeDigests = Callable[[int, Sequence[int]], Sequence[int]]
 
 
 class ExtentRun(NamedTuple):
@@ -79,11 +78,11 @@ class ArrivedDigests:
         inside = all(run.layer < num_layers and run.first_index + run.num_pages <= num_pages for run in runs)
         return inside and sum(run.num_pages for run in runs) <= num_pages * num_layers
 
-    def read(self, runs: Iterable[ExtentRun], take: TakeDigests) -> None:
+    def read(self, runs: Sequence[ExtentRun], take: TakeDigests) -> None:
         """A write into `runs`, which are covered, has arrived. One that comes again replaces what was remembered."""
-        for layer, first, num_pages in runs:
-            last = first + num_pages
-            self._rows[layer][first:last] = take(layer, self._pages[first:last])
+        found = take([(run.layer, self._pages[run.first_index : run.first_index + run.num_pages]) for run in runs])
+        for (layer, first, num_pages), digests in zip(runs, found, strict=True):
+            self._rows[layer][first : first + num_pages] = digests
 
     def find_mismatches(
         self, first_index: int, digests: Sequence[Sequence[int]], take: TakeDigests
@@ -103,20 +102,23 @@ class ArrivedDigests:
             return ()
         # Something went wrong, or a digest was taken too early: what was remembered proves nothing any more.
         pages, mismatches = self._pages[first_index:last], list[tuple[int, int]]()
-        for layer, (row, wanted) in enumerate(zip(self._rows, digests, strict=True)):
-            remembered, row[first_index:last] = row[first_index:last], take(layer, pages)
-            found = row[first_index:last]
+        again = take([(layer, pages) for layer in range(len(self._rows))])
+        for layer, (row, found, wanted) in enumerate(zip(self._rows, again, digests, strict=True)):
+            remembered, row[first_index:last] = row[first_index:last], found
             self.num_changed += sum(map(operator.ne, remembered, found))
             mismatches += [(layer, page) for page, a, b in zip(pages, found, wanted, strict=True) if a != b]
         return tuple(mismatches)
 
     def _read_missing(self, first: int, last: int, take: TakeDigests) -> None:
-        for layer, row in enumerate(self._rows):
-            if None in row[first:last]:
-                missing = [index for index in range(first, last) if row[index] is None]
-                found = take(layer, [self._pages[index] for index in missing])
-                for index, digest in zip(missing, found, strict=True):
-                    row[index] = digest
+        missing = {
+            layer: [index for index in range(first, last) if row[index] is None]
+            for layer, row in enumerate(self._rows)
+            if None in row[first:last]
+        }
+        found = take([(layer, [self._pages[index] for index in indices]) for layer, indices in missing.items()])
+        for (layer, indices), digests in zip(missing.items(), found, strict=True):
+            for index, digest in zip(indices, digests, strict=True):
+                self._rows[layer][index] = digest
 
     def _agree(self, first: int, last: int, digests: Sequence[Sequence[int]]) -> bool:
         return all(row[first:last] == list(wanted) for row, wanted in zip(self._rows, digests, strict=True))

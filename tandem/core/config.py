@@ -315,6 +315,11 @@ class TransportConfig:
         0.25, "Share of a worker's pages that may stay in quarantine for longer than `grace_s`. Above it the worker "
         "drains and is replaced.", minimum=0.01, maximum=1
     )
+    digests: bool = _key(
+        True, "Whether every page is checked at decode against a digest that prefill took of it: on CPUs by a thread "
+        "at the speed of memory, on GPUs by the GPU. Without, a page that a path damages gives wrong tokens. Workers "
+        "that differ in it do not pair."
+    )
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from tandem.engine.batch import SequenceInput
 from tandem.engine.cuda.decode_step import DecodeBackend
 from tandem.engine.cuda.graphs import CudaCapture, DecodeGraphs
 from tandem.engine.fuse.small_model import has_sinks
-from tandem.engine.kernels import DecodeSteps, Kernels, SharedWeights
+from tandem.engine.kernels import DecodeSteps, Kernels, SharedWeights, TakeDigests
 from tandem.engine.layout import KVLayout
 from tandem.engine.loader import Types
 from tandem.engine.paged_model import PagedModel
@@ -232,6 +232,10 @@ class Engine:
     def sampler(self) -> Sampler:
         """What chooses tokens from its logits, on its device."""
         return self._kernels.sampler(self.eos_token_ids)
+
+    def device_digests(self) -> TakeDigests | None:
+        """What takes digests of its pages on its device; `None`: read them (`arena.extent_view`)."""
+        return self._kernels.digests(self.arena)
 
     def finish(self) -> None:
         """Wait until all that `forward` has begun lies in the pages. On a CPU it does as soon as it returns."""

@@ -6,20 +6,24 @@ Triton where it is there, `torch_kernels` nothing but torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from transformers import PreTrainedModel
 
+from tandem.engine.arena import KVArena
 from tandem.engine.attention.interface import AttentionBackend
 from tandem.engine.batch import SequenceInput
 from tandem.engine.layout import KVLayout
 from tandem.engine.loader import Types
 from tandem.engine.paged_model import Decoder, PagedModel
 from tandem.engine.sampler import Sampler
+
+#: `[(layer, pages)]` → of each, the digests of these pages in that layer, in their order.
+TakeDigests: TypeAlias = Callable[[Sequence[tuple[int, Sequence[int]]]], list[tuple[int, ...]]]
 
 
 class SharedWeights(Protocol):
@@ -83,3 +87,6 @@ class Kernels(Protocol):
 
     def sampler(self, eos_token_ids: Sequence[int]) -> Sampler:
         """What chooses tokens from logits on the device."""
+
+    def digests(self, arena: KVArena) -> TakeDigests | None:
+        """Takes xxh3_64 of the extents of `arena` where they lie; `None`: their bytes are read on the host."""

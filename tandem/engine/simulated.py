@@ -91,6 +91,9 @@ class SimulatedEngine:
     def sampler(self) -> SimulatedSampler:
         return SimulatedSampler(self._ordinary, self.vocab_size, self.eos_token_ids, self._mean_output)
 
+    def device_digests(self) -> None:
+        """Its pages lie on the host."""
+
     def forward(self, sequences: Sequence[SequenceInput], on_layer: Callable[[int], None] | None = None) -> Logits:
         """Take the time of the step. The logits are 0 each: its sampler has no need of them."""
         began_s = time.monotonic()

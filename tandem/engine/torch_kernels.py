@@ -7,9 +7,10 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from tandem.engine.arena import KVArena
 from tandem.engine.attention.interface import AttentionBackend
 from tandem.engine.attention.reference import ReferenceAttention
-from tandem.engine.kernels import DecodeSteps, Fused, SharedWeights
+from tandem.engine.kernels import DecodeSteps, Fused, SharedWeights, TakeDigests
 from tandem.engine.layout import KVLayout
 from tandem.engine.loader import Types
 from tandem.engine.paged_model import Decoder, PagedModel
@@ -39,3 +40,6 @@ class TorchKernels:
 
     def sampler(self, eos_token_ids: Sequence[int]) -> Sampler:
         return TorchSampler(eos_token_ids)
+
+    def digests(self, _arena: KVArena) -> TakeDigests | None:
+        return None

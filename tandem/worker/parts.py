@@ -10,13 +10,14 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from kvtransfer.extents import ArenaShape
+from kvtransfer.digest import digests_of, no_digests
+from kvtransfer.extents import ArenaShape, TakeDigests
 from kvtransfer.interface import find_interface
-from kvtransfer.layout import LayoutId
+from kvtransfer.layout import NO_DIGEST, LayoutId
 from kvtransfer.transfer_thread import TransferThread
 from kvtransfer.transports.base import Transport
 from kvtransfer.transports.events import ThreadEvent
@@ -105,6 +106,7 @@ class WorkerParts:
     transfer: TransferThread
     layout: LayoutId
     arena_shape: ArenaShape
+    take_digests: TakeDigests
     counters: WorkerCounters
     load: LoadReport
     cache: CacheReport
@@ -246,6 +248,8 @@ def build_parts(
     undo.callback(transfer.stop)
     transfer.start()
     layout = LayoutId(weights_sha256=engine.weights_sha256, **asdict(arena.layout))
+    if not config.transport.digests:
+        layout = replace(layout, digest=NO_DIGEST)
     to_owner = runner.submit if role is Role.PREFILL else _on_transfer(transfer, life)
     tiers = make_tiers(config.cache, name, layout, arena, scheduler, to_owner, loop, cache.note_tiers, life.fail)
     if tiers is not None:
@@ -261,6 +265,7 @@ def build_parts(
         transfer=transfer,
         layout=layout,
         arena_shape=ArenaShape(layout.num_layers, arena.num_pages, arena.layout.extent_bytes),
+        take_digests=_digests(config, engine),
         counters=counters,
         load=LoadReport(scheduler, on_load, life.check_drained, cache.note),
         cache=cache,
@@ -301,6 +306,12 @@ def _load_vocabulary(place: WorkerPlace, engine: StepEngine) -> Vocabulary | Tan
     except TandemError as error:
         _log.info("no grammars: %s", error.message)
         return error
+
+
+def _digests(config: Config, engine: StepEngine) -> TakeDigests:
+    if not config.transport.digests:
+        return no_digests
+    return engine.device_digests() or digests_of(engine.arena.extent_view)
 
 
 def _weight_register(config: Config, place: WorkerPlace) -> Path | None:

@@ -71,11 +71,11 @@ def compiled(capability: int, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from tandem.engine.cuda import attention_triton, layer_kernels
+    from tandem.engine.cuda import attention_triton, digests, layer_kernels
 
     found: list[Any] = []
-    of_attention = attention_triton._attend_kernel, attention_triton._combine_kernel
-    for kernel in (*of_attention, layer_kernels._norm_kernel, layer_kernels._gate_kernel, layer_kernels._place_kernel):
+    others = attention_triton._attend_kernel, attention_triton._combine_kernel, digests._digest_kernel
+    for kernel in (*others, layer_kernels._norm_kernel, layer_kernels._gate_kernel, layer_kernels._place_kernel):
         if not isinstance(kernel, JITFunction):
             pytest.skip("TRITON_INTERPRET is set: kernels are interpreted and not compiled")
 
@@ -114,6 +114,16 @@ def test_kernels_compile_and_fit(
     assert len({kernel.hash for kernel in compiled}) == 3
     assert {kernel.metadata.target.arch for kernel in compiled} == {capability}
     assert max(kernel.metadata.shared for kernel in compiled) <= SHARED_BYTES[capability]
+
+
+@pytest.mark.parametrize("head_dim", [8, 66, 128])
+def test_digests_compile_without_spills(compiled: list[Any], head_dim: int, tmp_path: Path) -> None:
+    from tandem.engine.cuda.digests import DeviceDigests
+
+    layout = KVLayout(num_layers=2, num_kv_heads=8, head_dim=head_dim, page_size=16, dtype="bfloat16")
+    DeviceDigests(KVArena(layout, 4))([(0, (1, 2)), (1, (3,))])
+    (kernel,) = compiled
+    assert resources(kernel, tmp_path)[1] == 0
 
 
 #: A Llama of 1 B, Qwen3 of 0.6 B with its norms of heads, and heads of 96 and 256.

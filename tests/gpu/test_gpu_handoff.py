@@ -14,7 +14,7 @@ import engine_helpers as helpers
 import pytest
 import torch
 
-from kvtransfer.digest import digest_pages
+from kvtransfer.digest import digests_of
 from kvtransfer.extents import ArenaShape, PageWrite, merge_extents, page_ranges
 from kvtransfer.transports.base import Transport
 from kvtransfer.transports.events import PeerId, WriteArrived, WriteCompleted
@@ -56,8 +56,8 @@ class End:
 
     def digests(self, pages: tuple[int, ...]) -> list[tuple[int, ...]]:
         """`[layer][index into pages]`."""
-        layers = range(self.engine.layout.num_layers)
-        return [digest_pages(self.engine.arena.extent_view, layer, pages) for layer in layers]
+        take = self.engine.device_digests() or digests_of(self.engine.arena.extent_view)
+        return take([(layer, pages) for layer in range(self.engine.layout.num_layers)])
 
     def continued(self, token: int, pages: tuple[int, ...]) -> list[int]:
         """Decode greedily after the prompt and its first token."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from decode_worker.receiver_driver import Answer, ReceiverDriver
+from kvtransfer.digest import digests_of
 from kvtransfer.extents import ArenaShape, Descriptor
 from kvtransfer.layout import LayoutId
 from kvtransfer.protocol import sender_events as sev
@@ -78,7 +79,7 @@ class SenderEnd(End):
             incarnation=self.incarnation,
             layout=layout,
             shape=self.memory.shape,
-            read_extent=self.memory.read_extent,
+            take_digests=digests_of(self.memory.read_extent),
             limits=limits,
             callbacks=self,  # type: ignore[arg-type]
             write=self._write,
@@ -150,7 +151,7 @@ class ReceiverEnd(End):
             self.incarnation,
             layout,
             self.memory.shape,
-            self.memory.read_extent,
+            digests_of(self.memory.read_extent),
             limits,
             callbacks=self,  # type: ignore[arg-type]
             secret=f"the secret of {self.incarnation}".encode(),

@@ -238,8 +238,8 @@ class Decode:
             assert arrived.covers(write.runs)
             arrived.read(write.runs, self.take_digests)
 
-    def take_digests(self, layer: int, pages: Sequence[int]) -> list[int]:
-        return [digest(self.memory[layer, page]) for page in pages]
+    def take_digests(self, parts: Sequence[tuple[int, Sequence[int]]]) -> list[tuple[int, ...]]:
+        return [tuple(digest(self.memory[layer, page]) for page in pages) for layer, pages in parts]
 
     def free(self, grant_id: str | None, pages: tuple[int, ...]) -> None:
         for page in pages:

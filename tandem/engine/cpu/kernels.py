@@ -8,6 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from tandem.engine import loader
+from tandem.engine.arena import KVArena
 from tandem.engine.attention.interface import AttentionBackend
 from tandem.engine.attention.reference import ReferenceAttention
 from tandem.engine.cpu.attention import CPUAttention
@@ -22,7 +23,7 @@ from tandem.engine.cpu.panels import Rounding
 from tandem.engine.cpu.sampler import CompiledSampler
 from tandem.engine.cpu.shared_weights import Shared, WeightRegister
 from tandem.engine.cpu.vector_ir import has_bfloat16_products, is_fast_here, widens_float16
-from tandem.engine.kernels import Fused
+from tandem.engine.kernels import Fused, TakeDigests
 from tandem.engine.layout import KVLayout
 from tandem.engine.loader import Types
 from tandem.engine.paged_model import PagedModel
@@ -74,3 +75,6 @@ class CPUKernels:
 
     def sampler(self, eos_token_ids: Sequence[int]) -> Sampler:
         return CompiledSampler(eos_token_ids)
+
+    def digests(self, _arena: KVArena) -> TakeDigests | None:
+        return None

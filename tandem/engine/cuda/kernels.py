@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from tandem.engine.arena import KVArena
 from tandem.engine.attention.interface import AttentionBackend
 from tandem.engine.cuda.attention import select_cuda_backend
-from tandem.engine.kernels import DecodeSteps, Fused, SharedWeights
+from tandem.engine.kernels import DecodeSteps, Fused, SharedWeights, TakeDigests
 from tandem.engine.layout import KVLayout
 from tandem.engine.loader import Types
 from tandem.engine.paged_model import Decoder, PagedModel
@@ -58,3 +59,13 @@ class CudaKernels:
 
     def sampler(self, eos_token_ids: Sequence[int]) -> Sampler:
         return TorchSampler(eos_token_ids)
+
+    def digests(self, arena: KVArena) -> TakeDigests | None:
+        try:
+            from tandem.engine.cuda.digests import DeviceDigests  # imports a compiler
+        except ImportError:
+            return None  # said by `fuse`
+        if not DeviceDigests.takes(arena):
+            _log.warning("digests are taken on the host: extents of %d bytes are too small", arena.layout.extent_bytes)
+            return None
+        return DeviceDigests(arena)

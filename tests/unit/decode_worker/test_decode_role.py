@@ -11,6 +11,7 @@ import pytest
 from decode_worker.events import Admitted, ComputesHere, Event, GrantMade
 from decode_worker.receiver_driver import ReceiverDriver
 from decode_worker.role import DecodeRole
+from kvtransfer.digest import digests_of
 from kvtransfer.extents import ArenaShape
 from kvtransfer.layout import LayoutId
 from kvtransfer.protocol.grants import ReceiverLimits
@@ -55,8 +56,8 @@ class World:
         self.scheduler = BatchScheduler(self.pool, SchedulerLimits(8, 64, 16, 10), salt=b"m")
         shape = ArenaShape(1, num_pages, LAYOUT.extent_bytes)
         self.driver = ReceiverDriver(
-            "decode-0#1", LAYOUT, shape, lambda layer, page: memoryview(b"%d" % page), ReceiverLimits(), self,
-            b"a secret of decode", self.clock,
+            "decode-0#1", LAYOUT, shape, digests_of(lambda layer, page: memoryview(b"%d" % page)), ReceiverLimits(),
+            self, b"a secret of decode", self.clock,
         )  # fmt: skip
         self.role = DecodeRole(
             worker_id="decode-0",
@@ -107,7 +108,7 @@ class World:
     def hand_off(self, grant: Grant, *, digests: tuple[int, ...] = (), first: int = 5) -> RefusalReason | None:
         """Attach and commit; `digests` in place of the right ones. Returns why it was refused."""
         assert self.driver.attach(grant.grant_id, SENDER, grant.capability, renew=False).refusal is None
-        digests = digests or self.driver._take_digests(0, grant.pages)
+        digests = digests or self.driver._take_digests([(0, grant.pages)])[0]
         commit = Commit(
             grant.grant_id, grant.key, grant.epoch, grant.receiver, SENDER, LAYOUT, grant.pages, (digests,),
             (FirstToken(0, first),), grant.capability,

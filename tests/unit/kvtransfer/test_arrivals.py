@@ -21,9 +21,9 @@ class Memory:
         self.digests = {(layer, page): 100 * layer + page for layer in range(2) for page in PAGES}
         self.reads: list[tuple[int, int]] = []
 
-    def take(self, layer: int, pages: Sequence[int]) -> list[int]:
-        self.reads += [(layer, page) for page in pages]
-        return [self.digests[layer, page] for page in pages]
+    def take(self, parts: Sequence[tuple[int, Sequence[int]]]) -> list[tuple[int, ...]]:
+        self.reads += [(layer, page) for layer, pages in parts for page in pages]
+        return [tuple(self.digests[layer, page] for page in pages) for layer, pages in parts]
 
     @property
     def sealed(self) -> list[list[int]]:

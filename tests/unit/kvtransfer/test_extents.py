@@ -10,7 +10,7 @@ from handoff_examples import LAYOUT
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.digest import digest_bytes, digest_pages, read_from
+from kvtransfer.digest import digest_bytes, digests_of, read_from
 from kvtransfer.extents import ArenaShape, Descriptor, PageWrite, merge_extents, page_ranges
 from kvtransfer.layout import KvFormat, LayoutId, check_compatible, differences, mismatch
 from kvtransfer.wire import kv_format
@@ -134,11 +134,12 @@ def test_digests_are_xxh3_64_of_one_extent_each() -> None:
     arena = bytearray(range(THERE.num_bytes % 256)) + bytearray(THERE.num_bytes - THERE.num_bytes % 256)
     read = read_from(memoryview(arena), THERE)
     pages = (4, 1)
-    digests = [digest_pages(read, layer, pages) for layer in range(2)]
+    take = digests_of(read)
+    digests = take([(0, pages), (1, pages)])
     assert digests[1][1] == digest_bytes(arena[THERE.offset(1, 1) : THERE.offset(1, 2)])
     arena[THERE.offset(1, 4) + 15] ^= 1  # its last byte
     arena[THERE.offset(1, 3)] ^= 1  # another page
-    assert digest_pages(read, 0, pages) == digests[0]
-    found = digest_pages(read, 1, pages)
+    assert take([(0, pages)]) == digests[:1]
+    (found,) = take([(1, pages)])
     assert found[0] != digests[1][0]
     assert found[1] == digests[1][1]

@@ -102,7 +102,9 @@ class _Step:
             paged.model, arena, _FixedStep(backend, step), paged.vocab_size, paged.max_context, decoder=paged.decoder
         )
         self._inputs.load(())
-        self._repeat = capture(lambda: fixed.compute(batch))
+        # Kept, and with it all tensors above: a graph reads them by their addresses, and owns none of them.
+        self._compute: Compute = lambda: fixed.compute(batch)
+        self._repeat = capture(self._compute)
 
     def run(self, sequences: Sequence[SequenceInput]) -> torch.Tensor:
         self._inputs.load(sequences)

@@ -5,6 +5,8 @@ Here a step is repeated without a graph; what a graph adds is tested where a GPU
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -134,6 +136,21 @@ def test_logits_outlive_the_next_step(paged: PagedModel) -> None:
     kept = logits.clone()
     graphs.forward([second])
     assert torch.equal(logits, kept)
+
+
+def test_what_a_graph_reads_stays(paged: PagedModel) -> None:
+    """A graph knows addresses: memory that is freed after its capture would soon be somebody else's."""
+    reads: list[weakref.ref[Compute]] = []
+
+    def capture(compute: Compute) -> Compute:
+        reads.append(weakref.ref(compute))
+        output = compute()
+        return lambda: output
+
+    graphs = DecodeGraphs(paged, max_num_seqs=2, scratch_page=SCRATCH_PAGE, capture=capture)
+    gc.collect()
+    assert [kept() is not None for kept in reads] == [True, True]
+    assert graphs.buckets == (1, 2)
 
 
 def test_what_is_captured(paged: PagedModel) -> None:

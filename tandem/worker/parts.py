@@ -367,7 +367,7 @@ def _describe(
         layout=layout_to_proto(layout),
         transport=config.transport.name,
         transport_metadata=metadata,
-        num_pages=engine.num_pages,
+        num_pages=engine.arena.num_pages,
         max_context=engine.max_context,
         vocab_size=engine.vocab_size,
         eos_token_ids=engine.eos_token_ids,

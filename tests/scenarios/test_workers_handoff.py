@@ -11,11 +11,13 @@ import pytest
 
 import prefill_worker.queued_driver
 import prefill_worker.sender_driver
+import tandem.engine.engine
 from decode_worker.commits import Stream
 from kvtransfer.extents import Descriptor
 from kvtransfer.protocol.arrivals import ArrivedDigests
 from kvtransfer.protocol.messages import AttemptKey, Commit, FirstToken, RefusalReason
 from tandem.core.errors import TransportError
+from tandem.engine.engine import Engine
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import decode_pb2
 from tandem.worker.wire import call_to_message, commit_to_proto
@@ -39,6 +41,30 @@ pytestmark = SHARED_LOOP
 
 NUM_LAYERS = 3
 LEASE_S = 2.0
+
+
+@pytest.fixture
+def pair_with_scratch_pages(worker_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerPair]:
+    """Workers whose engines have a page for themselves, as on a GPU, where padding of captured steps is written to it."""
+    warmup = Engine.warmup
+    monkeypatch.setattr(tandem.engine.engine, "_has_scratch_page", lambda backend, device: True)
+    monkeypatch.setattr(Engine, "warmup", lambda engine, _max_num_seqs: warmup(engine, 0))  # nothing is captured here
+    with running_pair(worker_model_dir, decode_pages=100) as pair:
+        yield pair
+
+
+async def test_a_page_that_is_the_engines_own_moves_no_layer(
+    pair_with_scratch_pages: WorkerPair, oracle: Oracle
+) -> None:
+    """Layers lie one after the other: where the second begins follows from all pages, not from those of sequences."""
+    pair = pair_with_scratch_pages
+    assert pair.decode.parts.engine.arena.num_pages == pair.decode.parts.pool.num_pages + 1
+    ask = Ask(prompt_of(60))
+    async with Router(pair) as router:
+        (outcome,) = await router.ask(ask)
+    assert outcome.ids() == oracle.greedy(ask.prompt, 12)
+    assert not outcome.failures
+    await pair.settled()
 
 
 async def test_no_grant_waits_for_a_decode_step(pair: WorkerPair) -> None:

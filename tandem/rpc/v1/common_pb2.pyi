@@ -264,6 +264,7 @@ class WorkerInfo(_message.Message):
     transport_metadata: _builtins.bytes
     """opaque to all but the transport; secret within the KV plane"""
     num_pages: _builtins.int
+    """of its arena, pages that only its engine uses included: where each layer begins"""
     max_context: _builtins.int
     """tokens of prompt and output together"""
     vocab_size: _builtins.int

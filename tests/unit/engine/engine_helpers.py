@@ -45,7 +45,8 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
 
 def save_model(arch: str, target: Path, **options: object) -> Path:
     """Write the small random checkpoint of `arch` and return its directory."""
-    return save(ModelSpec(arch=arch, max_positions=512, **(ARCHITECTURES[arch] | options)), target)  # type: ignore[arg-type]
+    sizes = {"max_positions": 512} | ARCHITECTURES[arch] | options
+    return save(ModelSpec(arch=arch, **sizes), target)  # type: ignore[arg-type]
 
 
 def randomize(module: torch.nn.Module) -> torch.nn.Module:

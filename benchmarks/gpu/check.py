@@ -17,6 +17,7 @@ import time
 import xml.etree.ElementTree
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ _ROOT = Path(__file__).parents[2]
 _FIRST = ("test_gpu_attention", "test_gpu_engine", "test_gpu_handoff", "test_gpu_sampler")
 #: Time for what a part was told to end to leave its results.
 LAST_WORDS_S = 5.0
+#: That run tests beside each other: each has a context of its own on the card.
+_MOST_PROCESSES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,9 @@ def parts_of(out: Path, *, small: bool) -> tuple[Part, ...]:
     Plugins of pytest that `pyproject.toml` names need not be there.
     """
     figures, handoff, tests = out / "figures.json", out / "handoff.json", out / "tests.xml"
-    of_tests = ("-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-v", "-rsfE", "--junitxml", str(tests))
+    of_tests = ["-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-v", "-rsfE", "--junitxml", str(tests)]
+    if find_spec("xdist") is not None:  # most of a test's time a kernel is compiled, on one core
+        of_tests += ["-n", str(min(_MOST_PROCESSES, os.cpu_count() or 1))]
     # What says most comes first. Those that compile for other cards say nothing of this one.
     files = [path for path in (_ROOT / "tests/gpu").glob("test_*.py") if path.stem != "test_gpu_compiles"]
     files.sort(key=lambda path: (path.stem not in _FIRST, path.stem))

@@ -61,4 +61,5 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Its weights give logits of about 1 in size, so that what 16 bits lose of them stays small.
     """
     target = tmp_path_factory.mktemp("models") / "llama"
-    return helpers.save_model("llama", target, hidden=256, heads=4, kv_heads=2, head_dim=64, std=0.06, max_positions=1024)
+    sizes = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "max_positions": 1024}
+    return helpers.save_model("llama", target, std=0.06, **sizes)

@@ -45,7 +45,7 @@ LEASE_S = 2.0
 
 @pytest.fixture
 def pair_with_scratch_pages(worker_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerPair]:
-    """Workers whose engines have a page for themselves, as on a GPU, where padding of captured steps is written to it."""
+    """Workers whose engines have a page for themselves, as on a GPU: padding of captured steps is written to it."""
     warmup = Engine.warmup
     monkeypatch.setattr(tandem.engine.engine, "_has_scratch_page", lambda backend, device: True)
     monkeypatch.setattr(Engine, "warmup", lambda engine, _max_num_seqs: warmup(engine, 0))  # nothing is captured here

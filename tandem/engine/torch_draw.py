@@ -44,6 +44,11 @@ class Draws:
     has_top_p: bool
     has_min_p: bool
 
+    @property
+    def cuts(self) -> bool:
+        """Whether a row may have fewer tokens to choose from than all."""
+        return bool(self.most_k) or self.has_top_p or self.has_min_p
+
     @classmethod
     def of(cls, params: Sequence[SamplingParams], numbers: Sequence[float], device: torch.device) -> Draws:
         """Of one row each."""

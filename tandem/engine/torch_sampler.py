@@ -6,14 +6,14 @@ brings back all tokens and log-probabilities of a step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from tandem.core.errors import TandemError
-from tandem.core.sampling import SampledToken, SampleRow, TokenMask, uniform
+from tandem.core.sampling import SampledToken, SampleRow, SamplingParams, TokenMask, uniform
 from tandem.engine.device import to_device
 from tandem.engine.sampler import (
     Logits,
@@ -28,9 +28,21 @@ from tandem.engine.sampler import (
 from tandem.engine.token_bounds import TokenBounds
 from tandem.engine.torch_draw import Draws, draw
 
+#: Draws the token of each row, as `torch_draw.draw` does.
+Draw = Callable[[torch.Tensor, torch.Tensor, Draws], torch.Tensor]
+
 
 class TorchSampler(Sampler):
-    """Samples on any device."""
+    """Samples on any device.
+
+    Args:
+        draw: is given rows that `top_p`, `top_k` or `min_p` cut apart from others: which way a row is drawn, and so its
+            bits, is its own.
+    """
+
+    def __init__(self, eos_token_ids: Sequence[int], draw: Draw = draw) -> None:
+        super().__init__(eos_token_ids)
+        self._draw = draw
 
     def sample_rows(self, logits: Logits, rows: Sequence[SampleRow]) -> list[SampledToken | TandemError]:
         check_shape(logits, rows)
@@ -41,8 +53,8 @@ class TorchSampler(Sampler):
         greatest, chosen = logits.max(dim=-1)  # NaN is greatest
         is_nan, leaves_none = greatest.isnan(), torch.zeros_like(greatest, dtype=torch.bool)
         plain = [index for index in asked.numbers if index not in asked.changed]
-        if plain:
-            _draw_into(chosen, plain, logits, greatest, rows, asked)
+        for alike in _drawn_alike(plain, rows):
+            self._draw_into(chosen, alike, logits, greatest, rows, asked, alike)
         if asked.changed:
             changed = [*asked.changed]
             at = _ids(changed, logits.device)
@@ -50,11 +62,31 @@ class TorchSampler(Sampler):
             asked.edits.apply(values)
             best, likeliest = values.max(dim=-1)
             chosen[at], leaves_none[at] = likeliest, best == -torch.inf
-            drawn = {index: place for place, index in enumerate(changed) if index in asked.numbers}
-            if drawn:
-                places = [*drawn.values()]
-                _draw_into(chosen, [*drawn], _rows_of(values, places), _rows_of(best, places), rows, asked, own=True)
+            place_of = {index: place for place, index in enumerate(changed) if index in asked.numbers}
+            for alike in _drawn_alike([*place_of], rows):
+                self._draw_into(chosen, alike, values, best, rows, asked, [place_of[index] for index in alike])
         return _told(logits, rows, chosen, torch.stack([is_nan, leaves_none]), failed)
+
+    def _draw_into(
+        self,
+        chosen: torch.Tensor,
+        indices: list[int],
+        logits: torch.Tensor,
+        greatest: torch.Tensor,
+        rows: Sequence[SampleRow],
+        asked: _Asked,
+        places: list[int],
+    ) -> None:
+        """Draw the rows `indices`, which stand at `places` in `logits` and `greatest`, and put their tokens into
+        `chosen`; where there is no distribution, the likeliest stays."""
+        logits, greatest = _rows_of(logits, places), _rows_of(greatest, places)
+        draws = Draws.of([rows[index].params for index in indices], [asked.numbers[i] for i in indices], logits.device)
+        drawn = self._draw(logits, greatest, draws)
+        if len(indices) == len(chosen):
+            chosen.copy_(torch.where(greatest.isfinite(), drawn, chosen))
+        else:
+            at = _ids(indices, logits.device)
+            chosen[at] = torch.where(greatest.isfinite(), drawn, chosen[at])
 
 
 @dataclass(slots=True)
@@ -198,26 +230,16 @@ class _Edits:
         values[rows] = torch.where(excludes_all & allowed, 0.0, kept)
 
 
-def _draw_into(
-    chosen: torch.Tensor,
-    indices: list[int],
-    logits: torch.Tensor,
-    greatest: torch.Tensor,
-    rows: Sequence[SampleRow],
-    asked: _Asked,
-    *,
-    own: bool = False,
-) -> None:
-    """Draw the rows `indices` and put their tokens into `chosen`; where there is no distribution, the likeliest stays.
+def _drawn_alike(indices: Sequence[int], rows: Sequence[SampleRow]) -> Iterator[list[int]]:
+    """Rows with the whole distribution to choose from, and those whose distribution is cut."""
+    cut = {index for index in indices if _cuts(rows[index].params)}
+    for alike in ([index for index in indices if index not in cut], [index for index in indices if index in cut]):
+        if alike:
+            yield alike
 
-    `own`: `logits` and `greatest` hold these rows alone.
-    """
-    if not own:
-        logits, greatest = _rows_of(logits, indices), _rows_of(greatest, indices)
-    draws = Draws.of([rows[index].params for index in indices], [asked.numbers[i] for i in indices], logits.device)
-    drawn = draw(logits, greatest, draws)
-    at = _ids(indices, logits.device)
-    chosen[at] = torch.where(greatest.isfinite(), drawn, chosen[at])
+
+def _cuts(params: SamplingParams) -> bool:
+    return params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0.0
 
 
 def _told(

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tandem.core.sampling import SamplingParams
 from tandem.engine.arena import TORCH_DTYPES, KVArena
 from tandem.engine.attention.interface import ATTENTION_NAME
 from tandem.engine.attention.reference import AttentionParams
@@ -27,6 +28,7 @@ from tandem.engine.batch import SequenceInput, build_batch
 from tandem.engine.cuda.graphs import DecodeGraphs
 from tandem.engine.layout import KVLayout
 from tandem.engine.paged_model import PagedModel
+from tandem.engine.torch_draw import Draws
 from tests.gpu.test_gpu_attention import PARAMS, Paged
 
 triton = pytest.importorskip("triton", reason="no Triton to compile its kernels")
@@ -71,10 +73,11 @@ def compiled(capability: int, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from tandem.engine.cuda import attention_triton, digests, layer_kernels
+    from tandem.engine.cuda import attention_triton, digests, draw, layer_kernels
 
     found: list[Any] = []
-    others = attention_triton._attend_kernel, attention_triton._combine_kernel, digests._digest_kernel
+    of_pages = attention_triton._attend_kernel, attention_triton._combine_kernel, digests._digest_kernel
+    others = *of_pages, draw._sum_kernel, draw._find_kernel
     for kernel in (*others, layer_kernels._norm_kernel, layer_kernels._gate_kernel, layer_kernels._place_kernel):
         if not isinstance(kernel, JITFunction):
             pytest.skip("TRITON_INTERPRET is set: kernels are interpreted and not compiled")
@@ -124,6 +127,19 @@ def test_digests_compile_without_spills(compiled: list[Any], head_dim: int, tmp_
     DeviceDigests(KVArena(layout, 4))([(0, (1, 2)), (1, (3,))])
     (kernel,) = compiled
     assert resources(kernel, tmp_path)[1] == 0
+
+
+@pytest.mark.parametrize("vocab_size", [320, 128_256, 262_144])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_drawing_compiles_without_spills(
+    compiled: list[Any], dtype: torch.dtype, vocab_size: int, tmp_path: Path
+) -> None:
+    from tandem.engine.cuda.draw import draw
+
+    logits = torch.zeros(2, vocab_size, dtype=dtype)
+    draw(logits, logits[:, 0], Draws.of([SamplingParams()] * 2, [0.1, 0.2], logits.device))
+    assert len(compiled) == 2
+    assert [resources(kernel, tmp_path)[1] for kernel in compiled] == [0, 0]
 
 
 #: A Llama of 1 B, Qwen3 of 0.6 B with its norms of heads, and heads of 96 and 256.

@@ -58,7 +58,11 @@ class CudaKernels:
         return None  # graphs are captured when the engine is warmed up
 
     def sampler(self, eos_token_ids: Sequence[int]) -> Sampler:
-        return TorchSampler(eos_token_ids)
+        try:
+            from tandem.engine.cuda.draw import draw  # imports a compiler
+        except ImportError:
+            return TorchSampler(eos_token_ids)  # said by `fuse`
+        return TorchSampler(eos_token_ids, draw)
 
     def digests(self, arena: KVArena) -> TakeDigests | None:
         try:

@@ -1,8 +1,8 @@
 """All that a machine with a GPU can tell in one run: its tests, the figures, handoffs between two processes.
 
-`tools/gpu_check.sh` calls it. Imports nothing but the standard library: each part is a process of its own with a time
-limit, and the failure of one does not stop the next. After each part the JSON is written anew, so that a run which is
-cut off has left what it had.
+`tools/gpu_check.sh` calls it. Imports nothing that such a machine might lack: each part is a process of its own with a
+time limit, and the failure of one does not stop the next. After each part the JSON is written anew, so that a run which
+is cut off has left what it had.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from benchmarks.code import Code
 
 FORMAT = "tandem-gpu-check/1"
 RESULT, LOG = "gpu_check.json", "gpu_check.log"
@@ -77,7 +79,9 @@ def parts_of(out: Path, *, small: bool) -> tuple[Part, ...]:
 
 def run(parts: Sequence[Part], out: Path) -> int:
     """Run all; the number of those that did not pass. Leaves `RESULT` and `LOG` in `out`."""
-    result: dict[str, Any] = {"format": FORMAT, "python": sys.version.split()[0], "parts": {}}
+    result: dict[str, Any] = {
+        "format": FORMAT, "code": Code.of().as_json(), "python": sys.version.split()[0], "parts": {},
+    }  # fmt: skip
     failed = 0
     with (out / LOG).open("wb") as log:
         for part in parts:

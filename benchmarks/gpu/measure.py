@@ -6,12 +6,14 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.timing import timed
+from kvtransfer.digest import digests_of
 from tandem.core.errors import ConfigError
 from tandem.core.sampling import SampleRow, SamplingParams, SequenceState
 from tandem.engine import loader
@@ -26,6 +28,7 @@ _MEMORY_BYTES = {"cuda": 4 << 30, "cpu": 16 << 20}
 _NUM_REPEATS = 20
 #: Of what is free after the weights, for pages: a prefill and the sampler need some too.
 _KV_SHARE = 0.8
+_DIGESTED_PAGES = 8
 #: Cycles for which the device is kept from what the host queues meanwhile: some 20 ms.
 _HOLD_CYCLES = 40_000_000
 
@@ -195,6 +198,17 @@ def decode_times(engine: Engine, batch: int, context: int, *, num_steps: int) ->
         timed(lambda: sampler(logits, rows(0)), 0.0, min_runs=num_steps).median_s,
         batch * num_pages <= engine.num_pages,
     )
+
+
+def digest_rates(engine: Engine) -> dict[str, float]:
+    """Bytes a second of digests of some pages in all layers: read by the host, and on the device where it can."""
+    pages = range(min(_DIGESTED_PAGES, engine.num_pages))
+    parts = [(layer, pages) for layer in range(engine.layout.num_layers)]
+    num_bytes = len(parts) * len(pages) * engine.layout.extent_bytes
+    ways = {"host": digests_of(engine.arena.extent_view)}
+    if (on_device := engine.device_digests()) is not None:
+        ways["device"] = on_device
+    return {name: num_bytes / timed(partial(take, parts), 0.0, min_runs=3).median_s for name, take in ways.items()}
 
 
 def _random_tokens(engine: Engine, num: int) -> list[int]:

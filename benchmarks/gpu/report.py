@@ -11,7 +11,7 @@ from benchmarks.kernels.roofline import FLOAT_BYTES, ModelShape, Work, decode_st
 from tandem.bench.machine import machine, now, versions
 from tandem.engine.engine import Engine
 
-FORMAT = "tandem-gpu/2"
+FORMAT = "tandem-gpu/3"
 
 _DTYPE, _DTYPE_BYTES = "bfloat16", 2
 _PAGE_SIZE = 256  # every kernel takes it
@@ -114,6 +114,7 @@ class Report:
 
     Attributes:
         attention, fused: of each model the kernel, and which parts are fused.
+        digests: of each model bytes a second of digests of its pages, on the device and on the host.
         failed: of each model that could not be measured, why.
     """
 
@@ -121,6 +122,7 @@ class Report:
     limits: GpuLimits
     attention: dict[str, str]
     fused: dict[str, str]
+    digests: dict[str, dict[str, float]]
     figures: tuple[Figure, ...]
     failed: dict[str, str]
 
@@ -134,6 +136,7 @@ class Report:
             "limits": asdict(self.limits),
             "attention": self.attention,
             "fused": self.fused,
+            "digests": self.digests,
             "figures": [figure.as_json() for figure in self.figures],
             "failed": self.failed,
         }
@@ -151,7 +154,7 @@ def measure(
     """
     device = gpu_measure.find_device(device_name)
     limits = GpuLimits(gpu_measure.matrix_rate(device, _DTYPE), gpu_measure.memory_bandwidth(device))
-    report = Report(gpu_measure.describe(device), limits, {}, {}, (), {})
+    report = Report(gpu_measure.describe(device), limits, {}, {}, {}, (), {})
     note(report, None)
     for name in names:
         load = _SMALL_LOAD if name == "tiny" else Load()
@@ -165,6 +168,8 @@ def measure(
             for figure in _figures(name, engine, limits, load):
                 report = replace(report, figures=(*report.figures, figure))
                 note(report, figure)
+            report.digests[name] = gpu_measure.digest_rates(engine)
+            note(report, None)
         except Exception as error:  # noqa: BLE001 - a card that is short of memory, a kernel that fails: told with the rest
             report.failed[name] = f"{type(error).__name__}: {error}"
             note(report, None)
@@ -246,4 +251,8 @@ def heading(report: Report) -> str:
         f"{report.limits.bytes_per_s / 1e9:,.0f} GB/s"
     )
     models = [f"{name}: {report.attention[name]} attention, fused: {report.fused[name]}" for name in report.fused]
-    return "; ".join([limits, *models])
+    digests = [
+        f"{name}: digests of pages " + ", ".join(f"{rate / 1e9:,.1f} GB/s on the {way}" for way, rate in rates.items())
+        for name, rates in report.digests.items()
+    ]
+    return "; ".join([limits, *models, *digests])

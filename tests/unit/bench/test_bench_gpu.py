@@ -56,13 +56,16 @@ def test_the_table_says_what_is_met_and_of_what_a_step_is_made() -> None:
         gpu.Figure("8b", "decode, batch 1, context 512", 1, 0.010, 0.004, 0.6, 0.007, 0.001, 0.002, False),
     )
     limits = gpu.GpuLimits(8e14, 4e12)
-    report = gpu.Report({"name": "a GPU"}, limits, {"1b": "triton"}, {"1b": "16 layer"}, figures, {"tiny": "no room"})
+    report = gpu.Report({"name": "a GPU"}, limits, {"1b": "triton"}, {"1b": "16 layer"}, {"1b": {"host": 2e9}}, figures, {"tiny": "no room"})
     head, prefilled, decoded = gpu.table(figures).splitlines()
     assert head.split("  ")[0] == "model"
     assert " ".join(prefilled.split()) == "1b prefill of 4,096 tokens 20.00 10.00 50% 50% met 204,800"
     parts = " ".join(decoded.split("(shared pages)")[1].split())
     assert parts == "10.00 4.00 40% 60% missed 7.00 1.00 2.00 100"
-    assert gpu.heading(report) == "a GPU: 800 TFLOP/s in bfloat16, 4,000 GB/s; 1b: triton attention, fused: 16 layer"
+    assert gpu.heading(report) == (
+        "a GPU: 800 TFLOP/s in bfloat16, 4,000 GB/s; 1b: triton attention, fused: 16 layer; "
+        "1b: digests of pages 2.0 GB/s on the host"
+    )
     assert [figure["is_met"] for figure in report.as_json()["figures"]] == [True, False]
     assert report.as_json()["failed"] == {"tiny": "no room"}
 

@@ -33,21 +33,22 @@ def section(content: dict[str, Any]) -> Iterator[str]:
     are_right = all(each["are_the_models"] for each in handoffs)
     times = [f"{each['seconds'] * 1e3:,.0f} ms for a prompt of {each['prompt_tokens']:,}" for each in handoffs]
     yield from _wrapped(
-        "Handoffs between two processes on this card, of a small model in float32 (pages go through host memory by gloo:",
-        f"NCCL takes no card twice): the tokens are {'' if are_right else '**not** '}the model's own. From the request to",
-        f"the last of {handoffs[0]['tokens']} tokens: {', '.join(times)}.",
+        "Handoffs between two processes on this card, of a small model in float32 (pages go through host memory by",
+        f"gloo: NCCL takes no card twice): the tokens are {'' if are_right else '**not** '}the model's own. From the",
+        f"request to the last of {handoffs[0]['tokens']} tokens: {', '.join(times)}.",
     )
 
 
 def _introduction(content: dict[str, Any], figures: dict[str, Any], tests: dict[str, Any]) -> Iterator[str]:
     versions, limits, device = figures["versions"], figures["limits"], figures["device"]
-    failed = tests["failures"] + tests["errors"]
-    yield f"Measured by {COMMAND} on {figures['date'][:10]}: {device['name']}, CUDA {device['cuda']}, "
-    yield f"torch {versions['torch']}, Triton {versions['triton']}, {' and '.join(sorted({*figures['attention'].values()}))}"
-    yield f"attention; sources {content['code']['digest']}. Of `tests/gpu`, {tests['tests'] - failed - tests['skipped']}"
-    yield f"passed, {failed} failed, {tests['skipped']} were skipped, for want of a second card, `nixl`, `flash_attn`."
-    yield f"Measured limits: {limits['flop_per_s'] / 1e12:,.0f} TFLOP/s in bfloat16, {limits['bytes_per_s'] / 1e9:,.0f} GB/s;"
-    yield "beside each step stands its share of the least time that these allow. Steps are timed as they are served, with"
+    failed, skipped = tests["failures"] + tests["errors"], tests["skipped"]
+    yield f"Measured by {COMMAND} on {figures['date'][:10]}: {device['name']}, CUDA {device['cuda']},"
+    yield f"torch {versions['torch']}, Triton {versions['triton']}; sources {content['code']['digest']};"
+    yield f"attention by {' and '.join(sorted({*figures['attention'].values()}))}."
+    yield f"Of `tests/gpu`, {tests['tests'] - failed - skipped} passed, {failed} failed, {skipped} were skipped, for"
+    yield "want of a second card, `nixl` or `flash_attn`. Measured limits:"
+    yield f"{limits['flop_per_s'] / 1e12:,.0f} TFLOP/s in bfloat16, {limits['bytes_per_s'] / 1e9:,.0f} GB/s; beside"
+    yield "each step stands its share of the least time that these allow. Steps are timed as they are served, with"
     yield "tokens drawn at temperature 1. Weights are random, in bfloat16, of the shapes of Llama 3."
 
 

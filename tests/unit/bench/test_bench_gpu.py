@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,7 +57,8 @@ def test_the_table_says_what_is_met_and_of_what_a_step_is_made() -> None:
         gpu.Figure("8b", "decode, batch 1, context 512", 1, 0.010, 0.004, 0.6, 0.007, 0.001, 0.002, False),
     )
     limits = gpu.GpuLimits(8e14, 4e12)
-    report = gpu.Report({"name": "a GPU"}, limits, {"1b": "triton"}, {"1b": "16 layer"}, {"1b": {"host": 2e9}}, figures, {"tiny": "no room"})
+    of_1b: tuple[dict[str, Any], ...] = {"1b": "triton"}, {"1b": "16 layer"}, {"1b": {"host": 2e9}}
+    report = gpu.Report({"name": "a GPU"}, limits, *of_1b, figures, {"tiny": "no room"})
     head, prefilled, decoded = gpu.table(figures).splitlines()
     assert head.split("  ")[0] == "model"
     assert " ".join(prefilled.split()) == "1b prefill of 4,096 tokens 20.00 10.00 50% 50% met 204,800"
@@ -121,7 +123,9 @@ def test_what_is_measured_is_told_as_it_comes_and_a_failure_stops_no_other(monke
     assert list(report.failed) == ["1b"]
     works = ["prefill of 40 tokens", "decode, batch 4, context 96", "decode, batch 1, context 24"]
     assert [figure.work for figure in report.figures] == works
-    assert told == [(0, None), (0, None), *((number + 1, work) for number, work in enumerate(works))]
+    of_works = [(number + 1, work) for number, work in enumerate(works)]
+    assert told == [(0, None), (0, None), *of_works, (len(works), None)]
+    assert report.digests["tiny"].keys() == {"host"}  # no GPU takes them here
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")

@@ -51,7 +51,10 @@ class StepBudget:
         self._parts = one, two, three
         # Where steps are all alike nothing is learnt of the parts alone: then nothing is forgotten either.
         forgetting = _FORGETTING if doubt[0][0] + doubt[1][1] + doubt[2][2] < _MOST_DOUBT else 1.0
-        self._doubt = [[(doubt[i][j] - gain[i] * toward[j]) / forgetting for j in range(3)] for i in range(3)]
+        # Each pair is computed once: of two, rounding makes two numbers, and forgetting takes them apart, step by step.
+        for i in range(3):
+            for j in range(i, 3):
+                doubt[i][j] = doubt[j][i] = (doubt[i][j] - gain[i] * toward[j]) / forgetting
 
     def seconds(self, num_rows: int, num_tokens: int) -> float:
         """That such a step is expected to take."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -95,3 +96,17 @@ def test_a_time_that_no_step_keeps_leaves_no_room() -> None:
     budget = StepBudget()
     run(budget, Engine(0.05, 1e-3, 1e-4), random.Random(5), 100)
     assert budget.most_tokens(32, 0.03) == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("tokens_of", [lambda n: 256, lambda n: 512 * (n % 400 == 0)], ids=["always", "seldom"])
+def test_what_it_knows_stays_right_for_as_long_as_it_runs(tokens_of: Callable[[int], int], seed: int) -> None:
+    """Loads that teach little: one that changes seldom, and one in which prompts are rare."""
+    engine, budget, rng = Engine(5e-3, 1e-4, 2e-5), StepBudget(), random.Random(seed)
+    run(budget, engine, rng, 20, 0.1)
+    for number in range(20_000):
+        rows, tokens = 20 + 10 * (number // 500 % 2), tokens_of(number)
+        budget.note(rows, tokens, engine.seconds(rows, tokens) * (1 + rng.uniform(-0.1, 0.1)))
+    for rows, tokens in ((20, 0), (25, 256), (30, 512)):
+        assert budget.seconds(rows, tokens) == pytest.approx(engine.seconds(rows, tokens), rel=0.25)
+    assert budget.most_tokens(25, engine.seconds(25, 256) / 0.9) == pytest.approx(256, rel=0.3)

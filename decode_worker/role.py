@@ -425,7 +425,6 @@ class DecodeRole:
         self._take_out(job, self._scheduler.remove)
 
     def before_schedule(self) -> None:
-        self._scheduler.has_spare_threads = self._pacing.has_spare_threads
         if self._guesses is not None:
             self._guesses.plan(self._scheduler.running)
         if self.ledger.waiting and not self._will_give_pages:  # the last step may have freed some
@@ -438,7 +437,7 @@ class DecodeRole:
             self._counters.num_prompt_tokens_cached += num_cached
         self._counters.num_preemptions += len(batch.preempted)
         self._step_began_s = self._clock.now()
-        is_asked = self._bounds_chunks
+        is_asked = self._bounds_chunks or self._scheduler.limits.computes_prompts
         self._num_generating = sum(item.sequence.is_decode for item in batch.items) if is_asked else None
         self._tokens.begin_masks(batch)
         fault_points.reach("decode.step")
@@ -454,6 +453,7 @@ class DecodeRole:
         if self._num_generating is not None:
             num_tokens = batch.num_chunk_tokens + batch.num_paced_tokens
             self._scheduler.budget.note(self._num_generating, num_tokens, took_s)
+            self._counters.prompt_steps = self._scheduler.prompt_steps()
         self._counters.num_steps += 1
         self._counters.busy_s += took_s
         if batch.num_paced_tokens:
@@ -481,6 +481,7 @@ class DecodeRole:
                     self._drop(job)
 
     def going_idle(self) -> None:
+        self._counters.prompt_steps = self._scheduler.prompt_steps()
         self.snapshot()
 
     # -- on either thread

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from tandem.core.identity import WorkerKey
 from tandem.core.states import RequestState
+from tandem.core.step_times import PromptSteps
 
 _MAX_TICKS = 2048
 _MAX_WORK = 256
@@ -62,6 +63,10 @@ class Candidate(Protocol):
     def cost_alone(self) -> float | None: ...
     @property
     def num_stored_tokens(self) -> int: ...
+    @property
+    def why_not_alone(self) -> str: ...
+    @property
+    def prompt_steps(self) -> PromptSteps: ...
 
 
 @dataclass(slots=True)
@@ -223,7 +228,7 @@ class Trace:
 
 
 def _explained(candidate: Candidate) -> dict[str, Any]:
-    explained = {
+    explained: dict[str, Any] = {
         "worker": _name(candidate.worker),
         "held_tokens": candidate.num_held_tokens,
         "stored_tokens": candidate.num_stored_tokens,
@@ -233,6 +238,14 @@ def _explained(candidate: Candidate) -> dict[str, Any]:
     }
     if candidate.cost_alone is not None:
         explained["cost_alone_tokens"] = round(candidate.cost_alone, 1)
+    if candidate.why_not_alone:
+        explained["why_not_alone"] = candidate.why_not_alone
+    if (steps := candidate.prompt_steps).num_tokens:
+        explained["prompt_steps"] = {
+            "tokens": steps.num_tokens,
+            "step_ms": round(steps.step_s * 1e3, 3),
+            "token_ms": round(steps.token_s * 1e3, 4),
+        }
     return explained
 
 

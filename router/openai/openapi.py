@@ -299,7 +299,17 @@ _CANDIDATE = _object(
         "active_requests": _COUNT,
         "cost_tokens": {"type": "number", "description": "What decided; of a decode worker for its batch and sending."},
     },
-    {"cost_alone_tokens": {"type": "number", "description": "Instead, if it computes the prompt by itself."}},
+    {
+        "cost_alone_tokens": {"type": "number", "description": "Instead, if it computes the prompt by itself."},
+        "why_not_alone": {**_TEXT, "description": "Why it may not compute the prompt by itself."},
+        "prompt_steps": _object(
+            {
+                "tokens": {**_COUNT, "description": "Of prompts in a step, which leaves others their time."},
+                "step_ms": {"type": "number", "description": "Of a step without prompts; 0: it is not known yet."},
+                "token_ms": {"type": "number", "description": "That a token of a prompt adds."},
+            }
+        ),
+    },
 )
 _EXPLAINED = _object(
     {

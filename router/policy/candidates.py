@@ -16,6 +16,7 @@ from router.policy.costs import (
     has_room,
     prefill_cost,
     send_cost,
+    why_not_alone,
 )
 from router.policy.pool import Order, Pool, decode_load, prefill_load
 from router.policy.route import Candidate, RequestFacts, Route, Wishes
@@ -171,4 +172,6 @@ def decode_candidate(facts: RequestFacts, worker: WorkerLoad, batch: float, alon
         cost=batch + send_cost(facts, worker),
         cost_alone=alone + batch if alone < math.inf else None,
         num_stored_tokens=facts.prefix.num_stored(worker.key),
+        why_not_alone=why_not_alone(facts, worker, facts.num_prompt_tokens - facts.prefix.num_ready(worker.key)),
+        prompt_steps=worker.prompt_steps,
     )

@@ -13,10 +13,10 @@ least cost is taken: what waits in front, what is to compute, what is still to s
 that a prefill worker could compute meanwhile. What a worker holds below its pool is to be read, at its own price. So a
 holder that is busy loses against one that computes all of it anew.
 
-**The mixed pool.** A decode step mostly reads the weights, so some prompt tokens in it cost little more. A decode
-worker can compute a whole prompt in chunks that fill its steps up to `mixed_step_tokens`
-(`tandem/worker/scheduler.py`), though slower than a prefill worker. A new prompt goes there where it is ready sooner.
-Reference: the mixed pool of Patel et al., "Splitwise", ISCA 2024; here the workers keep their roles.
+**The mixed pool.** A decode step mostly reads the weights, so prompt tokens in it cost less than in one of their own. A
+decode worker can compute a whole prompt in chunks that leave those who generate the time per token that they want
+(`tandem/worker/scheduler.py`), and says how many tokens that is and what they take. A new prompt goes there where it is
+ready sooner. Reference: the mixed pool of Patel et al., "Splitwise", ISCA 2024; here the workers keep their roles.
 
 **Colocated.** A cluster without prefill workers places each prompt whole at the decode worker that has it computed
 soonest: prompt tokens in front, what it does not hold of the prompt, and what its batch costs. There is no bound.
@@ -45,12 +45,16 @@ from router.policy.costs import (
     batch_cost,
     cost_alone,
     decode_class,
+    delay_behind,
+    delay_beside,
     even_load,
     exposed_tokens,
     format_to_pair,
     has_room,
+    is_late,
     is_way_broken,
     may_be_slow,
+    own_cost,
     prefill_cost,
     prefill_rank,
     send_cost,
@@ -62,6 +66,9 @@ from router.policy.snapshot import Snapshot
 from router.policy.worker_load import WorkerLoad
 from tandem.core.errors import IncompatibleError, NoWorkerError
 from tandem.core.identity import Role, WorkerKey
+
+# Where more of a held beginning has gone than makes decode compute so many times what was weighed, it is handed off.
+_MOST_GONE = 2
 
 
 def choose(snapshot: Snapshot, facts: RequestFacts, wishes: Wishes = ANY) -> Route:
@@ -206,30 +213,20 @@ def _computes_alone(snapshot: Snapshot, facts: RequestFacts) -> WorkerKey | None
     formats = [kv_format for kv_format in snapshot.decode.formats if kv_format in with_prefill]
     if not formats:
         return None
-    shortest = next(snapshot.prefill.walk(Order.LOAD, formats)).num_queued_tokens
+    shortest = next(snapshot.prefill.walk(Order.LOAD, formats))
     # What decode computes, those that wait here have less in front of them.
     held = facts.num_held_tokens * snapshot.share.of / len(snapshot.prefill)
-    best, cost = None, shortest + held + facts.num_prompt_tokens
-    for kv_format in formats:
-        found, cost = _quickest(snapshot, facts, kv_format, cost)
-        best = found or best
-    return best
-
-
-def _quickest(
-    snapshot: Snapshot, facts: RequestFacts, kv_format: KvFormat, most: float
-) -> tuple[WorkerKey | None, float]:
-    """The decode worker of this format that has the prompt computed soonest, if at a cost below `most`; that cost."""
-    best = None
-    for group in snapshot.decode.groups(Order.MIXED, kv_format, snapshot.share):  # of equal slowness each
-        for worker in islice(group, FEW):
-            if steps_cost(snapshot, worker, facts.num_prompt_tokens) >= most:
-                return best, most  # and so are all behind it
-            if has_room(worker, facts):
-                cost = steps_cost(snapshot, worker, worker.num_queued_tokens + facts.num_prompt_tokens)
-                best, most = (worker.key, cost) if cost < most else (best, most)
-                break  # those behind it in the group have more to compute
-    return best, most
+    num_tokens = facts.num_prompt_tokens
+    wait = shortest.num_queued_tokens + held + num_tokens
+    at_prefill = is_late(snapshot, facts, wait), wait + delay_behind(shortest)
+    few = list(islice(snapshot.decode.walk(Order.MIXED, formats, snapshot.share), FEW))
+    costs = {}
+    for worker in few:
+        if has_room(worker, facts):
+            wait = steps_cost(snapshot, worker, worker.num_queued_tokens + num_tokens)
+            costs[worker.key] = is_late(snapshot, facts, wait), wait + delay_beside(snapshot, worker, num_tokens)
+    best = min(costs, key=lambda key: costs[key], default=None)
+    return best if best is not None and costs[best] < at_prefill else None
 
 
 # --- decode alone, as there are no prefill workers -----------------------------------------------------------------
@@ -291,9 +288,15 @@ def _cheapest(
     weighed = (*of_prefill, *of_decode)
     lone = min(decodes, key=lambda d: (d.key in wishes.avoid, alone_costs[d.key] + batch_costs[d.key]))
     lone_cost = alone_costs[lone.key] + batch_costs[lone.key]
-    if lone_cost < math.inf and (False, lone.key in wishes.avoid, lone_cost) < cost(*best):
+    if lone_cost < math.inf:
+        is_broken, num_avoided, pair_cost = cost(*best)
+        beside = delay_beside(snapshot, lone, own_cost(snapshot, facts, lone.key))
+        of_pair = is_broken, num_avoided, is_late(snapshot, facts, pair_cost), pair_cost + delay_behind(best[0])
+        of_lone = False, lone.key in wishes.avoid, is_late(snapshot, facts, lone_cost), lone_cost + beside
+    if lone_cost < math.inf and of_lone < of_pair:
         is_held = facts.prefix.is_at(lone.key)
-        most = facts.mixed_pool_tokens if is_held else facts.num_prompt_tokens
+        num_left = facts.num_prompt_tokens - facts.prefix.num_ready(lone.key)
+        most = int(min(facts.mixed_pool_tokens, facts.num_prompt_tokens, _MOST_GONE * num_left))
         return Route(None, lone.key, most, Why.PREFIX if is_held else Why.MIXED_POOL, weighed)
     prefill, decode = best[0].key, best[1].key
     is_held = facts.prefix.is_at(prefill) or facts.prefix.num_ready(decode) > 0

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from kvtransfer.layout import KvFormat
-from router.policy.pool import Order, mixed_slowness
+from router.policy.pool import Order, may_compute
 from router.policy.route import RequestFacts, Wishes
 from router.policy.snapshot import Snapshot
 from router.policy.worker_load import WorkerLoad
@@ -15,8 +15,8 @@ from tandem.core.errors import IncompatibleError
 from tandem.core.identity import WorkerKey
 from tandem.core.pages import pages_for
 
-# What a prompt token costs in a decode step, relative to one in a prefill worker's chunk, at least. With a lower factor
-# decode would take prompts from a prefill worker that will have time for them soon.
+# What a prompt token costs in a decode step, relative to one in a prefill worker's chunk, at least, and where nothing
+# is known of its steps. With a lower factor decode would take prompts for which prefill has time soon.
 _SMALL_STEP_COST = 1.2
 # By what share of a prompt's computation its pages may come later than it ends before another pair is looked for.
 _NOTABLE = 0.25
@@ -61,9 +61,24 @@ def batch_cost(facts: RequestFacts, worker: WorkerLoad, smallest: int) -> float:
 def cost_alone(snapshot: Snapshot, facts: RequestFacts, worker: WorkerLoad) -> float:
     """Of what the worker does not hold, computed in its own steps; endless where it may not be."""
     num_left, read = _computed_and_read(snapshot, facts, worker.key)
-    if not may_be_slow(facts) or num_left > facts.mixed_pool_tokens or not has_room(worker, facts):
+    if why_not_alone(facts, worker, num_left):
         return math.inf
     return read + steps_cost(snapshot, worker, worker.num_queued_tokens + num_left)
+
+
+def why_not_alone(facts: RequestFacts, worker: WorkerLoad, num_left: int) -> str:
+    """Why a decode worker may not compute the `num_left` tokens that it lacks; empty: it may."""
+    if not facts.mixed_pool_tokens:
+        return "the mixed pool is off"
+    if not may_be_slow(facts):
+        return "the request is urgent" if facts.is_first_attempt else "it is tried again, and goes as recovery wants"
+    if num_left > facts.mixed_pool_tokens:
+        return f"more than {facts.mixed_pool_tokens:.0f} tokens are missing there (scheduling.mixed_prompt_tokens)"
+    if not worker.prompt_steps.num_tokens:
+        return "the targets of those who generate there leave its steps no time for prompts"
+    if not may_compute(worker):
+        return "all places in its batch are taken"
+    return "" if has_room(worker, facts) else "it has no room for the prompt"
 
 
 def may_be_slow(facts: RequestFacts) -> bool:
@@ -72,14 +87,27 @@ def may_be_slow(facts: RequestFacts) -> bool:
 
 
 def steps_cost(snapshot: Snapshot, worker: WorkerLoad, num_tokens: int) -> float:
-    """Of so many prompt tokens in the steps of a decode worker, which take long where its model is small; endless where
-    it computes none."""
-    slowness = mixed_slowness(worker)
-    if slowness == math.inf:
-        return math.inf
-    step = snapshot.mixed_step_s * snapshot.prefill_tokens_per_s
-    per_token = max(_SMALL_STEP_COST, step / worker.mixed_step_tokens)
-    return max(step, slowness * per_token * num_tokens)
+    """Of so many prompt tokens in the steps of a decode worker that has time and a place."""
+    meanwhile = snapshot.prefill_tokens_per_s * worker.prompt_steps.seconds(num_tokens)
+    return max(_SMALL_STEP_COST * num_tokens, meanwhile)
+
+
+def delay_behind(worker: WorkerLoad) -> float:
+    """What a prompt at a prefill worker costs those who come behind it: while it waits as many come as wait before it,
+    and each of them waits for it, as it does for them."""
+    return worker.num_queued_tokens
+
+
+def delay_beside(snapshot: Snapshot, worker: WorkerLoad, num_tokens: float) -> float:
+    """What so many prompt tokens in the steps of a decode worker cost those who generate there, and as `delay_behind`
+    those who come behind them."""
+    of_token = (snapshot.prefill_tokens_per_s * worker.prompt_steps.token_s) or 1.0
+    return of_token * (worker.num_stepping * num_tokens + worker.num_queued_tokens)
+
+
+def is_late(snapshot: Snapshot, facts: RequestFacts, cost: float) -> bool:
+    """Whether a first token that so many prompt tokens go before comes later than it is wanted; not known: no."""
+    return cost > facts.first_token_in_s * snapshot.prefill_tokens_per_s > 0
 
 
 def exposed_tokens(snapshot: Snapshot, facts: RequestFacts, prefill: WorkerLoad, decode: WorkerKey) -> float:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from kvtransfer.layout import KvFormat
 from router.policy.worker_load import WorkerLoad
 from tandem.core.identity import WorkerKey
+from tandem.core.step_times import NO_PROMPTS, PromptSteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class Report:
         num_available_pages: free or evictable.
         num_stepping: requests in the batch.
         num_commands: of this router, that it shows; `None`: the worker does not say.
+        prompt_steps: of a decode worker: what prompts would take beside what it generates.
     """
 
     num_active: int = 0
@@ -30,6 +32,7 @@ class Report:
     num_available_pages: int = 0
     num_stepping: int = 0
     num_commands: int | None = None
+    prompt_steps: PromptSteps = NO_PROMPTS
 
 
 @dataclass(slots=True)
@@ -112,9 +115,7 @@ class KnownLoad:
         if self._unseen.pop(request_id, None) is not None:
             self._num_tokens -= held.num_queued_tokens
 
-    def load(
-        self, key: WorkerKey, kv_format: KvFormat, page_size: int, mixed_step_tokens: int, max_num_seqs: int = 0
-    ) -> WorkerLoad:
+    def load(self, key: WorkerKey, kv_format: KvFormat, page_size: int, max_num_seqs: int = 0) -> WorkerLoad:
         report = self.report
         num_active, num_queued_tokens = report.num_active, report.num_queued_tokens
         if report.num_commands is None:  # of an earlier version: which of ours are in its figures is not known
@@ -132,6 +133,6 @@ class KnownLoad:
             num_queued_tokens=num_queued_tokens,
             num_available_pages=report.num_available_pages - self._num_pages,
             num_stepping=max(report.num_stepping, self._num_stepping),
-            mixed_step_tokens=mixed_step_tokens,
+            prompt_steps=report.prompt_steps,
             max_num_seqs=max_num_seqs,
         )

@@ -8,7 +8,6 @@ so routers that know the same do not all choose the same worker.
 from __future__ import annotations
 
 import heapq
-import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -42,7 +41,7 @@ class Order(Enum):
     LOAD = "load"  # the least loaded first
     ROOM = "room"  # of decode: the most available pages first
     PROMPTS = "prompts"  # of decode: the fewest prompt tokens in front first
-    MIXED = "mixed"  # of decode: the quickest to compute a prompt first; without those that compute none
+    MIXED = "mixed"  # of decode: who may begin a prompt soonest, of these the quickest; without those that compute none
 
 
 def prefill_load(load: WorkerLoad) -> Rank:
@@ -55,16 +54,19 @@ def decode_load(load: WorkerLoad) -> Rank:
     return load.num_active, -load.num_available_pages
 
 
-def mixed_slowness(load: WorkerLoad) -> float:
-    """How much longer prompts take in the steps of a decode worker than if they had the steps for themselves."""
-    room = load.mixed_step_tokens - load.num_stepping
-    return load.mixed_step_tokens / room if room >= 1 else math.inf
+def may_compute(load: WorkerLoad) -> bool:
+    """Whether a decode worker has time and a place for a prompt now."""
+    has_place = not load.max_num_seqs or load.num_stepping < load.max_num_seqs
+    return load.prompt_steps.num_tokens > 0 and has_place
 
 
 def _mixed_rank(load: WorkerLoad) -> Rank | None:
-    """A greater share of the steps first, then fewer prompt tokens in front."""
-    slowness = mixed_slowness(load)
-    return (slowness, load.num_queued_tokens) if slowness < math.inf else None
+    """Less time for the prompt tokens in front first, then less time for a full step's, then fewer tokens in front."""
+    if not may_compute(load):
+        return None
+    steps = load.prompt_steps
+    a_token_s = steps.seconds(steps.num_tokens) / steps.num_tokens
+    return a_token_s * load.num_queued_tokens, a_token_s, load.num_queued_tokens
 
 
 #: The orders of each role, by ranks; a worker without a rank is not in the order.
@@ -160,11 +162,6 @@ class Pool:
         entries = walks[0] if len(walks) == 1 else heapq.merge(*walks, key=_rank)
         return (load for _, _, load in entries)
 
-    def groups(self, order: Order, kv_format: KvFormat, share: Share = ALONE) -> Iterator[Iterator[WorkerLoad]]:
-        """As `walk`, in one group for each first part of a rank."""
-        for group in self._orders[kv_format][order].groups(share):
-            yield (load for _, _, load in group)
-
 
 def _rank(entry: _Entry) -> Rank:
     return entry[0]
@@ -213,12 +210,3 @@ class _Ranking:
         while behind < end and self._entries[behind][0][0] <= limit:
             behind += 1
         return behind
-
-    def groups(self, share: Share) -> Iterator[Iterator[_Entry]]:
-        """A walk of those whose ranks begin alike, for each such beginning."""
-        entries, start = self._entries, 0
-        while start < len(entries):
-            next_rank: Any = ((math.nextafter(entries[start][0][0], math.inf),),)
-            end = bisect_left(entries, next_rank, start)
-            yield self.walk(share, start=start, end=end)
-            start = end

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from router.policy.prefix import HeldPrefix
 from tandem.core.identity import WorkerKey
+from tandem.core.step_times import NO_PROMPTS, PromptSteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,8 @@ class RequestFacts:
         prefix: who holds how much of the prompt's beginning, as far as is known.
         deadline_s: when its client gives up, on the router's clock; `None` where it does not.
         num_held_tokens: of prompts that wait in this router for their turn, behind this one.
-        mixed_pool_tokens: the longest prompt of the mixed pool; longer ones would slow the other sequences for long.
+        first_token_in_s: from now on it is wanted within this time.
+        mixed_pool_tokens: the longest prompt of the mixed pool; endless: any, 0: none.
         pools: a prefill worker serves it alone.
     """
 
@@ -30,7 +33,8 @@ class RequestFacts:
     prefix: HeldPrefix[WorkerKey] = field(default_factory=HeldPrefix)
     deadline_s: float | None = None
     num_held_tokens: int = 0
-    mixed_pool_tokens: int = 0
+    mixed_pool_tokens: float = 0
+    first_token_in_s: float = math.inf
     is_first_attempt: bool = True
     pools: bool = False
 
@@ -73,6 +77,8 @@ class Candidate:
         num_tokens_in_front: to be computed before the prompt.
         cost: what decides; of a decode worker that of its batch, and of the pages that are to be sent there.
         cost_alone: of a decode worker that computes the prompt by itself, all in all; `None`: it may not.
+        why_not_alone: then, in words.
+        prompt_steps: of a decode worker, what prompts take in its steps.
     """
 
     worker: WorkerKey
@@ -82,6 +88,8 @@ class Candidate:
     cost: float
     cost_alone: float | None = None
     num_stored_tokens: int = 0
+    why_not_alone: str = ""
+    prompt_steps: PromptSteps = NO_PROMPTS
 
 
 @dataclass(frozen=True, slots=True)

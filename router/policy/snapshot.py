@@ -40,7 +40,6 @@ class Snapshot:
         is_decode_coming: as `is_prefill_coming`.
         links: only of pairs that are worth noting: slow or broken. Of the others nothing is known that would matter.
         prefill_tokens_per_s: that a prefill worker computes; 0 where none has yet.
-        mixed_step_s: that a step of a decode worker takes in which it computes prompts; 0 where none has.
         tier_read_s: by worker, seconds in which it reads a token's pages back from a tier, as far as that is known.
         share: decides between equals.
         is_colocated: the cluster has no prefill workers: decode workers compute all prompts. `prefill_tokens_per_s` is
@@ -53,7 +52,6 @@ class Snapshot:
     is_decode_coming: bool = False
     links: Mapping[Pair, Link] = field(default_factory=dict)
     prefill_tokens_per_s: float = 0.0
-    mixed_step_s: float = 0.0
     tier_read_s: Mapping[WorkerKey, float] = field(default_factory=dict)
     share: Share = ALONE
     is_colocated: bool = False

@@ -80,7 +80,7 @@ class WorkerRegistry:
         self._num_members: Counter[Role] = Counter()
         # Of prefill workers, tokens in a second of computation; of decode workers, seconds of the steps in which they
         # compute prompts; of each worker, seconds for a token that it reads from a tier.
-        self._prefill_speed, self._mixed_steps = Learnt(), Learnt(REMEMBERED_S)
+        self._prefill_speed = Learnt()
         self._chunk_speed = Learnt()  # of decode workers, prompt tokens in a second of steps with chunks of full size
         self._tier_reads: dict[WorkerKey, Learnt] = {}
         self._tier_read_s: dict[WorkerKey, float] = {}
@@ -197,7 +197,6 @@ class WorkerRegistry:
             is_decode_coming=len(decode) < self._num_members[Role.DECODE],
             links=self.links,
             prefill_tokens_per_s=self._prefill_tokens_per_s,
-            mixed_step_s=self._mixed_steps.at(self._clock.now()),
             tier_read_s=self._tier_read_s,
             share=self._share,
             is_colocated=self.is_colocated,
@@ -381,12 +380,9 @@ class WorkerRegistry:
             if number > before.refused.get(reason, 0):
                 metrics.handoffs_refused.labels(reason).inc(number - before.refused.get(reason, 0))
 
-        if not is_first:  # else they may be of long ago
-            num = status.mixed_steps - before.mixed_steps
-            self._mixed_steps.note(status.mixed_s - before.mixed_s, num, self._clock.now())
-            if (took_s := status.chunk_s - before.chunk_s) > 0:
-                num_tokens = status.chunk_tokens - before.chunk_tokens
-                self._chunk_speed.note(num_tokens / took_s, 1, self._clock.now())
+        if not is_first and (took_s := status.chunk_s - before.chunk_s) > 0:  # else they may be of long ago
+            num_tokens = status.chunk_tokens - before.chunk_tokens
+            self._chunk_speed.note(num_tokens / took_s, 1, self._clock.now())
         if status.HasField("tiers"):
             self._note_reads(session, status.tiers)
         if status.HasField("links"):

@@ -28,7 +28,7 @@ from tandem.core.identity import Role, WorkerKey
 from tandem.core.pages import pages_for
 from tandem.core.protocols import Protocols, agree
 from tandem.rpc.channel import make_channel
-from tandem.rpc.convert import ROLE_FROM_PROTO
+from tandem.rpc.convert import ROLE_FROM_PROTO, prompt_steps_from_proto
 from tandem.rpc.duplex import writing
 from tandem.rpc.v1.common_pb2 import CachedPages, Cancel, Token, WorkerInfo, WorkerStatus
 from tandem.rpc.v1.control_pb2 import Member
@@ -168,7 +168,7 @@ class WorkerSession:
     def load(self) -> WorkerLoad:
         """This worker in a placement snapshot."""
         info, page_size = self.info, max(1, self.info.layout.page_size)
-        return self._known.load(self.key, self.kv_format, page_size, info.mixed_step_tokens, info.max_num_seqs)
+        return self._known.load(self.key, self.kv_format, page_size, info.max_num_seqs)
 
     # -- for requests
 
@@ -373,4 +373,5 @@ def _report(message: Any) -> Report:
         num_available_pages=pages.free + pages.cached,
         num_stepping=status.num_running,
         num_commands=message.num_commands if message.HasField("num_commands") else None,
+        prompt_steps=prompt_steps_from_proto(status.prompt_steps),
     )

@@ -10,6 +10,7 @@ model's own context) are made by `tandem.cluster.checks.preflight` before anythi
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import typing
 from dataclasses import dataclass, field
@@ -228,19 +229,18 @@ class SchedulingConfig:
         minimum=0.01, maximum=1,
     )
     mixed_pool: bool = _key(
-        True, "Let a decode worker compute a new prompt of up to `mixed_prompt_tokens` where that is sooner than "
-        "waiting for prefill. Turn it off to keep decode steps free of prompts; decode then computes only what a lost "
-        "prefill worker left undone."
+        True, "Let a decode worker compute a new prompt where that is sooner than waiting for prefill, in chunks that "
+        "leave those who generate their time per token (`slo.tpot_ms`). Turn it off to keep decode steps free of "
+        "prompts; decode then computes only what a lost prefill worker left undone."
     )
     mixed_prompt_tokens: int = _key(
-        2048, "The most tokens of a new prompt that a decode worker computes (`mixed_pool`), of those that it does not "
-        "hold. Steps take longer meanwhile: lower it for a lower TPOT, raise it where long prompts wait for prefill.",
-        minimum=0,
+        0, "The most tokens of a new prompt that a decode worker computes (`mixed_pool`), of those that it does not "
+        "hold; 0: any number. Set it where long prompts are to stay with prefill whatever the load.", minimum=0
     )
     mixed_step_tokens: int = _key(
-        0, "Tokens of a decode step up to which it takes tokens of new prompts; 0: 8 on a CPU, none on a GPU. A step "
-        "of so many should cost little more than reading the weights. On a CPU it may be half as many more where few "
-        "sequences generate, or threads of idle workers help. Set it to use the mixed pool on GPUs.", minimum=0
+        0, "Tokens of a decode step up to which it takes tokens of new prompts; 0: as many as leave those who generate "
+        "their time per token. Set it where steps are to stay short though `slo.tpot_ms` would allow longer ones.",
+        minimum=0
     )
     share_cores: bool = _key(
         True, "Let a worker that has nothing to compute lend its CPU threads to the others of its node. Prefill also "
@@ -255,6 +255,11 @@ class SchedulingConfig:
         300.0, "Seconds after which a worker whose step has not ended counts as stuck and ends itself. Raise it where "
         "steps are that slow.", minimum=1
     )
+
+    @property
+    def mixed_pool_tokens(self) -> float:
+        """The most tokens of a new prompt that a decode worker computes; endless: any, 0: none."""
+        return (self.mixed_prompt_tokens or math.inf) if self.mixed_pool else 0
 
 
 @dataclass(frozen=True)
@@ -374,8 +379,8 @@ class SloConfig:
         "of API keys can say otherwise for a tenant, and `slo` of a body for a request.", minimum=0
     )
     tpot_ms: float = _key(
-        0.0, "Milliseconds for each further token, on average; 0: 200 on a CPU, 50 on a GPU. Workers of a colocated "
-        "cluster compute prompts in chunks that keep it.", minimum=0
+        0.0, "Milliseconds for each further token, on average; 0: 200 on a CPU, 50 on a GPU. Decode workers compute "
+        "prompts in chunks that keep it: lower it where their steps are to stay shorter.", minimum=0
     )
 
 

@@ -5,6 +5,7 @@ All models see the same terms of a step (`Terms`), and so a measured one can be 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -38,6 +39,30 @@ class Terms:
             num_read += start + num_new
             num_pairs += num_new * (start + (num_new + 1) / 2)
         return cls(num_tokens, num_rows, num_read, num_pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSteps:
+    """What prompts take in the steps of a worker that generates, as it foresees it now.
+
+    Attributes:
+        num_tokens: of prompts, that a step has at most; 0: it computes none.
+        step_s: of a step without prompts; 0: it is not known yet.
+        token_s: that a token of a prompt adds.
+    """
+
+    num_tokens: int = 0
+    step_s: float = 0.0
+    token_s: float = 0.0
+
+    def seconds(self, num_tokens: int) -> float:
+        """Until so many tokens are computed, one prompt after the other; 0 where it is not known."""
+        if not self.num_tokens:
+            return math.inf
+        return math.ceil(num_tokens / self.num_tokens) * self.step_s + num_tokens * self.token_s
+
+
+NO_PROMPTS = PromptSteps()
 
 
 class StepTimes(Protocol):

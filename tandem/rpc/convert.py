@@ -20,6 +20,7 @@ from tandem.core.errors import (
 from tandem.core.identity import Role
 from tandem.core.pages import PageCounts
 from tandem.core.sampling import SamplingParams
+from tandem.core.step_times import PromptSteps
 from tandem.rpc.v1 import common_pb2 as pb
 
 #: Roles as they travel. A router is not among them: it is told of workers, and nobody is told of it.
@@ -82,6 +83,14 @@ def sampling_from_proto(message: pb.Sampling) -> SamplingParams:
     plain["allowed_token_ids"] = tuple(message.allowed_token_ids)
     plain["bad_words"] = tuple(tuple(word.token_ids) for word in message.bad_words)
     return SamplingParams(**plain)
+
+
+def prompt_steps_to_proto(steps: PromptSteps) -> pb.PromptSteps:
+    return pb.PromptSteps(**by_name(steps))
+
+
+def prompt_steps_from_proto(message: pb.PromptSteps) -> PromptSteps:
+    return PromptSteps(message.num_tokens, message.step_s, message.token_s)
 
 
 def page_counts_to_proto(counts: PageCounts) -> pb.PageCounts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from kvtransfer.layout import KvFormat
 from router.policy.known_load import KnownLoad, Report
@@ -58,7 +59,6 @@ class Machine:
         limits: SchedulerLimits,
         times: StepTimes,
         kv_format: KvFormat,
-        mixed_step_tokens: int,
         on_preempted: Callable[[Choice], object],
         on_step: Callable[[Machine, Batch], None],
         on_quiet: Callable[[Machine, Sequence[Choice], Sequence[float]], None],
@@ -74,7 +74,7 @@ class Machine:
         self.num_commands_sent = self.num_commands = 0  # by the router; and how many have come
         self._on_preempted = on_preempted
         self._kernel, self._times, self._limits, self._on_step = kernel, times, limits, on_step
-        self._kv_format, self._mixed_step_tokens = kv_format, mixed_step_tokens
+        self._kv_format = kv_format
         self._on_quiet, self._looks_at_s = on_quiet, looks_at_s
         self._is_busy = False
         self._began_s = 0.0
@@ -118,7 +118,7 @@ class Machine:
         if batch.num_paced_tokens:
             self.work.num_mixed_steps += 1
             self.work.mixed_s += seconds
-        self._kernel.after(seconds if left_s is None else left_s, lambda: self._end(batch))
+        self._kernel.after(seconds if left_s is None else left_s, lambda: self._end(batch, num_rows, seconds))
 
     def _note(self, num_steps: int, num_tokens: int, num_rows: int, seconds: float) -> None:
         self.work.num_steps += num_steps
@@ -126,7 +126,9 @@ class Machine:
         self.work.num_tokens += num_tokens
         self.work.num_rows += num_rows
 
-    def _end(self, batch: Batch) -> None:
+    def _end(self, batch: Batch, num_rows: int, seconds: float) -> None:
+        if self._limits.computes_prompts:
+            self._scheduler.budget.note(num_rows, batch.num_chunk_tokens + batch.num_paced_tokens, seconds)
         self._scheduler.apply(batch, [[TOKEN] for item in batch.items if item.samples])
         self._on_step(self, batch)
         self._turn()
@@ -162,6 +164,9 @@ class Machine:
         running, num = list(self._scheduler.running), len(ends_s)
         advance(self._scheduler, num, TOKEN)
         self._note(num, num * len(running), num * len(running), ends_s[-1] - self._began_s)
+        if self._limits.computes_prompts:
+            for began_s, end_s in pairwise((self._began_s, *ends_s)):
+                self._scheduler.budget.note(len(running), 0, end_s - began_s)
         self._on_quiet(self, running, ends_s)
 
     def _settle(self) -> None:
@@ -203,10 +208,10 @@ class Machine:
             num_available_pages=counts.free + counts.cached,
             num_stepping=len(self.scheduler.running),
             num_commands=self.num_commands,
+            prompt_steps=self.scheduler.prompt_steps(),
         )
         self.known.hear(report)
 
     def load(self) -> WorkerLoad:
-        is_decode, page_size = self.role is Role.DECODE, self.pool.page_size
-        mixed, most = (self._mixed_step_tokens, self._limits.max_num_seqs) if is_decode else (0, 0)
-        return self.known.load(self.key, self._kv_format, page_size, mixed, most)
+        most = self._limits.max_num_seqs if self.role is Role.DECODE else 0
+        return self.known.load(self.key, self._kv_format, self.pool.page_size, most)

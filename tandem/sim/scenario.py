@@ -17,7 +17,7 @@ from tandem.core.identity import Role
 from tandem.core.time_model import PoolSpec, TimeModel
 from tandem.sim.load import Arrival, Lengths, drawn, recorded
 from tandem.sim.world import PoolShape, WorldShape
-from tandem.worker.limits import Site, mixed_step_tokens, scheduler_limits
+from tandem.worker.limits import Site, scheduler_limits
 
 _GIGA = 1e9
 
@@ -89,7 +89,7 @@ class Scenario(TimeModel):
             latency_s=network.latency_us * 1e-6,
             message_s=network.message_us * 1e-6,
             report_s=network.report_ms * 1e-3,
-            mixed_pool_tokens=config.scheduling.mixed_prompt_tokens if config.scheduling.mixed_pool else 0,
+            mixed_pool_tokens=config.scheduling.mixed_pool_tokens,
             start_s=self.pools.start_s,
             ttft_s=config.slo.ttft_ms / 1000 or ttft_s,
             tpot_s=config.slo.tpot_ms / 1000 or tpot_s,
@@ -111,7 +111,6 @@ class Scenario(TimeModel):
             max(1, pool.tokens // self.tandem.cache.page_size),
             # A real worker refuses beyond its bound; here all wait.
             replace(scheduler_limits(self.tandem, site, pool.tokens), queue_bound=sys.maxsize),
-            mixed_step_tokens(self.tandem, site),
             bounds=self._bounds(role, pool),
         )
 

@@ -18,7 +18,7 @@ from router.policy.choose import choose
 from router.policy.pool import Pool
 from router.policy.route import RequestFacts
 from router.policy.snapshot import Snapshot
-from router.workers.learnt import REMEMBERED_S, Learnt
+from router.workers.learnt import Learnt
 from tandem.cluster.supervisor.autoscale import Decision, Range, Settings
 from tandem.core.errors import ConfigError, InternalError
 from tandem.core.identity import Role, WorkerKey
@@ -51,7 +51,6 @@ class PoolShape:
     num_workers: int
     num_pages: int
     limits: SchedulerLimits
-    mixed_step_tokens: int = 0
     times: StepTimes | None = None
     bounds: Range | None = None
 
@@ -62,7 +61,7 @@ class WorldShape:
     bytes_per_s, latency_s: of the way out of a prefill worker.
     message_s: from the router to a worker, or back.
     report_s: a worker that computes tells of itself so often.
-    mixed_pool_tokens: the longest prompt that a decode worker may compute alone; 0: none.
+    mixed_pool_tokens: the longest prompt that a decode worker may compute alone; endless: any, 0: none.
     start_s: that a worker needs to be ready.
     ttft_s, tpot_s: by when tokens are wanted.
     settings: of the law by which pools follow their load.
@@ -76,7 +75,7 @@ class WorldShape:
     latency_s: float
     message_s: float
     report_s: float
-    mixed_pool_tokens: int = 0
+    mixed_pool_tokens: float = 0
     start_s: float = 60.0
     ttft_s: float = 1.0
     tpot_s: float = 0.05
@@ -134,7 +133,6 @@ class World:
     _told: dict[WorkerKey, Work] = field(default_factory=dict, init=False)  # what it had done by then
     _takes_requests: set[WorkerKey] = field(default_factory=set, init=False)
     _prefill_speed: Learnt = field(default_factory=Learnt, init=False)  # tokens a second of computation
-    _mixed_steps: Learnt = field(default_factory=partial(Learnt, REMEMBERED_S), init=False)
 
     def __post_init__(self) -> None:
         shape = self.shape
@@ -153,7 +151,7 @@ class World:
         machine = self.machines[key] = Machine(
             self.kernel, key, role, num_pages=pool.num_pages, limits=pool.limits,
             times=pool.times or self.shape.times, kv_format=self.shape.kv_format,
-            mixed_step_tokens=pool.mixed_step_tokens, on_preempted=self._preempted, on_step=self._stepped,
+            on_preempted=self._preempted, on_step=self._stepped,
             on_quiet=self._stepped_quietly, looks_at_s=looks_at_s if role is Role.DECODE else None,
         )  # fmt: skip
         self._waiting[key], self._link_free_s[key] = deque(), 0.0
@@ -205,28 +203,35 @@ class World:
                     f"room for {most}; raise tokens of both pools, or take a load of shorter ones",
                     key="prefill.tokens",
                 )
-        outcomes = [Outcome(arrival) for arrival in arrivals]
-        self.figures.num_open = len(outcomes)
+        outcomes = [self.ask(arrival) for arrival in arrivals]
         if self.scaler is not None:
             self.kernel.after(LOOK_S, self._look)
-        for outcome in outcomes:
-            self.kernel.at(outcome.arrival.arrived_s, partial(self._arrive, outcome))
         self.kernel.run_all()
         if self._jobs:
             raise InternalError(f"the simulation came to its end before {len(self._jobs)} of its requests did")
         return outcomes
+
+    def ask(self, arrival: Arrival) -> Outcome:
+        """One more request, which comes when it says; as by a client who has heard that another one has ended."""
+        outcome = Outcome(arrival)
+        self.figures.num_open += 1
+        self.kernel.at(arrival.arrived_s, partial(self._arrive, outcome))
+        return outcome
 
     # -- the router
 
     def _arrive(self, outcome: Outcome) -> None:
         arrival, prefill_pool = outcome.arrival, self._pools[Role.PREFILL]
         self.figures.came(arrival)
-        facts = RequestFacts(num_prompt_tokens=arrival.num_input, mixed_pool_tokens=self.shape.mixed_pool_tokens)
+        facts = RequestFacts(
+            num_prompt_tokens=arrival.num_input,
+            mixed_pool_tokens=self.shape.mixed_pool_tokens,
+            first_token_in_s=self.shape.ttft_s,
+        )
         snapshot = Snapshot(
             prefill_pool,
             self._pools[Role.DECODE],
             prefill_tokens_per_s=self._prefill_speed.at(self.kernel.now_s),
-            mixed_step_s=self._mixed_steps.at(self.kernel.now_s),
         )
         route = choose(snapshot, facts)
         assert route.decode is not None
@@ -263,12 +268,8 @@ class World:
     def _tell(self, machine: Machine) -> None:
         now_s, work, before = self.kernel.now_s, machine.work, self._told[machine.key]
         machine.tell()
-        if machine.role is Role.PREFILL:
-            if (busy_s := work.busy_s - before.busy_s) > 0:
-                self._prefill_speed.note((work.num_tokens - before.num_tokens) / busy_s, 1, now_s)
-        else:
-            num = work.num_mixed_steps - before.num_mixed_steps
-            self._mixed_steps.note(work.mixed_s - before.mixed_s, num, now_s)
+        if machine.role is Role.PREFILL and (busy_s := work.busy_s - before.busy_s) > 0:
+            self._prefill_speed.note((work.num_tokens - before.num_tokens) / busy_s, 1, now_s)
         self._told[machine.key], self._told_s[machine.key] = replace(work), now_s
         self._show(machine)
 
@@ -287,6 +288,7 @@ class World:
             request_id=job.request_id, attempt=1, choice=0, turn=0.0, arrival=arrival.number,
             token_ids=[TOKEN] * arrival.num_input, num_prompt=arrival.num_input,
             params=SamplingParams(max_tokens=arrival.num_output), paced=machine.role is Role.DECODE,
+            tpot_s=self.shape.tpot_s,
         )  # fmt: skip
 
     def _send_pages(self, job: _Job) -> None:

@@ -20,10 +20,10 @@ class SchedulerLimits:
     # Sequences that are not promoted are admitted while no more than this share of the pool is in use. One is always
     # admitted when there is no other.
     unpromoted_share: float = 1.0
-    # A step takes tokens of paced prompts until it has `paced_tokens`; it may have up to `most_paced_tokens` where few
-    # sequences wait for it, or spare threads compute it.
-    paced_tokens: int = 8
-    most_paced_tokens: int = 0
+    # A step takes tokens of paced prompts until it has so many tokens; 0: as many as the wanted time leaves.
+    paced_tokens: int = 0
+    # Of a decode worker: it takes new prompts beside what it generates.
+    computes_prompts: bool = False
     # So many tokens of chunks keep the processor busy; `_may_join` says what may still join such a step.
     saturating_tokens: int = 512
     # From so many sequences on, a step completes two prompts even if one keeps the processor busy; 0: never.
@@ -73,6 +73,7 @@ class Batch:
     num_paced_tokens: int = 0  # of chunks that are paced
     # Tokens of prompts that yield, which leave those that generate their time; `None`: nobody has reckoned it yet.
     most_beside: int | None = None
+    most_paced: int | None = None  # as `most_beside`, of paced prompts
     num_scored_tokens: int = 0  # of chunks whose logits are needed, each after every token
 
     @property

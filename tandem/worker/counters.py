@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tandem.core.step_times import NO_PROMPTS, PromptSteps
 from tandem.worker.guesses import Source
 
 
@@ -29,6 +30,8 @@ class WorkerCounters:
     mixed_s: float = 0.0  # that these took
     num_chunk_tokens: int = 0  # of prompts that decode computed in chunks of full size
     chunk_s: float = 0.0  # that the steps took which had these
+    #: What new prompts would take now, of a decode worker that computes some; replaced as a whole.
+    prompt_steps: PromptSteps = NO_PROMPTS
     #: Refused calls of other workers about handoffs, by reason; replaced as a whole.
     num_refused: Mapping[str, int] = field(default_factory=dict)
 

@@ -8,11 +8,6 @@ from tandem.core.config import FEWEST_SEQS, MOST_SEQS, Config, TransportConfig
 from tandem.core.identity import Role
 from tandem.worker.batch import SchedulerLimits
 
-# A step of this many tokens takes hardly longer than reading the weights does (docs/log/experiments.md, 22).
-_CPU_MIXED_STEP_TOKENS = 8
-# A step may have this many times more tokens where few sequences wait for it, or threads are spare (same entry).
-_MOST_PACED_ON_CPU = 1.5
-
 # With fewer waiting prompts the first of a pair waits for the second, and decode hardly gains by it
 # (docs/log/experiments.md, 17).
 _NUM_TO_PAIR = 4
@@ -46,13 +41,6 @@ class Site:
     shares_cores: bool = False
 
 
-def mixed_step_tokens(config: Config, site: Site) -> int:
-    """Tokens of a step up to which new prompts are computed beside what it generates; 0: none."""
-    if site.role is not Role.DECODE:
-        return 0
-    return config.scheduling.mixed_step_tokens or (_CPU_MIXED_STEP_TOKENS if site.on_cpu else 0)
-
-
 def num_to_pair(config: Config, site: Site) -> int:
     """Prompts from which on two are handed off together; 0: always one after the other.
 
@@ -79,7 +67,6 @@ def max_num_seqs(config: Config, num_slots: int) -> int:
 def scheduler_limits(config: Config, site: Site, num_slots: int) -> SchedulerLimits:
     """The limits of a worker's batch scheduler. `num_slots`: as of `max_num_seqs`."""
     scheduling = config.scheduling
-    mixed = mixed_step_tokens(config, site)
     default = _CPU_SATURATING_TOKENS if site.on_cpu else _GPU_SATURATING_TOKENS
     return SchedulerLimits(
         max_num_seqs=max_num_seqs(config, num_slots),
@@ -88,8 +75,8 @@ def scheduler_limits(config: Config, site: Site, num_slots: int) -> SchedulerLim
         queue_bound=scheduling.worker_queue_bound,
         # A decode worker's own grants wait for nobody: only prefill's prompts may hold too much of its pool.
         unpromoted_share=scheduling.unacknowledged_share if site.role is Role.PREFILL else 1.0,
-        paced_tokens=max(1, mixed),
-        most_paced_tokens=int(_MOST_PACED_ON_CPU * mixed) if site.on_cpu else 0,
+        paced_tokens=scheduling.mixed_step_tokens,
+        computes_prompts=site.role is Role.DECODE and scheduling.mixed_pool,
         saturating_tokens=scheduling.saturating_tokens or default,
         num_to_pair=num_to_pair(config, site),
     )

@@ -28,11 +28,6 @@ class Pacing:
 
     # -- steps
 
-    @property
-    def has_spare_threads(self) -> bool:
-        """Whether the next step is computed on more threads than the worker's own."""
-        return False
-
     def give_way(self, *, has_work: bool) -> bool:  # noqa: ARG002 - of no interest where nobody waits
         """Let the next step begin later where that is better for all, for a bounded time; whether the inbox may tell of
         more now. Asked again until it does not.

@@ -35,7 +35,7 @@ from tandem.core.version import version
 from tandem.core.vocabulary import Vocabulary
 from tandem.engine.arena import KVArena
 from tandem.engine.engine import Engine
-from tandem.rpc.convert import ROLE_TO_PROTO, page_counts_to_proto
+from tandem.rpc.convert import ROLE_TO_PROTO, page_counts_to_proto, prompt_steps_to_proto
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.worker.cache_report import CacheReport
 from tandem.worker.counters import WorkerCounters
@@ -46,7 +46,7 @@ from tandem.worker.cpu.transfer_cores import transfer_cores
 from tandem.worker.draft_model import load_draft
 from tandem.worker.guides import Guides
 from tandem.worker.life import WorkerLife
-from tandem.worker.limits import Site, max_num_seqs, mixed_step_tokens, scheduler_limits
+from tandem.worker.limits import Site, max_num_seqs, scheduler_limits
 from tandem.worker.load import LoadReport
 from tandem.worker.pacing import Pacing
 from tandem.worker.page_tiers import TieredPages
@@ -184,6 +184,7 @@ class WorkerParts:
             steps=counters.num_steps,
             busy_s=counters.busy_s,
             max_num_seqs=self.scheduler.limits.max_num_seqs,
+            prompt_steps=prompt_steps_to_proto(counters.prompt_steps),
             tiers=tiers_to_proto(self.tiers) if self.tiers is not None else None,
         )
 
@@ -373,7 +374,6 @@ def _describe(
         eos_token_ids=engine.eos_token_ids,
         version=version(),
         host_id=host_id(),
-        mixed_step_tokens=mixed_step_tokens(config, site),
         protocols=protocols_to_proto(Protocols()),
         max_num_seqs=max_num_seqs(config, num_slots(engine)),
     )

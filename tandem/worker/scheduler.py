@@ -11,8 +11,8 @@ chunk of a long prompt that does not end with the step. While many prompts wait,
 (`SchedulerLimits.num_to_pair`).
 
 **Roles.** A prefill worker adds prompts only, so its phase 2 is empty. A decode worker adds admitted handoffs. Its
-chunks are replay, after a preemption or of a journal, and *paced* prompts. Chunks of a paced prompt fill only the room
-that a step has, because the next tokens of all other sequences wait for the step.
+chunks are replay, after a preemption or of a journal, and *paced* prompts. Chunks of a paced prompt are as large as
+leaves all who wait for the step the time per token that they want (`StepBudget`).
 
 **Preemption.** When pages run out, the last sequence in the order (`Sequence.order`) gives up its pages and waits to be
 replayed. The first sequence in the order is never preempted. So it always ends, and then the next one is the first.
@@ -38,15 +38,13 @@ from operator import attrgetter
 
 from tandem.core.errors import InvalidRequestError, OverloadedError
 from tandem.core.pages import PagePool, page_table, pages_for
+from tandem.core.step_times import NO_PROMPTS, PromptSteps
 from tandem.core.tiers import PageTiers
 from tandem.worker.batch import NO_TOKENS, Batch, ScheduledSequence, SchedulerLimits
 from tandem.worker.sequence import Sequence
 from tandem.worker.step_budget import StepBudget
 
 _order = attrgetter("order")
-
-# In a step that is full already, the first paced prompt still gets `paced_tokens` divided by this.
-_LEAST_PACED_PART = 4
 
 # Where no time is left beside what generates, the first prompt still gets its chunk's full size divided by this.
 _LEAST_CHUNK_PART = 8
@@ -93,8 +91,6 @@ class BatchScheduler:
         self.tiers: PageTiers | None = None
         # How long steps take; bounds the chunks of prompts that yield.
         self.budget = StepBudget()
-        # Whether the next step also runs on threads of other workers.
-        self.has_spare_threads = False
 
     # -- coming and going
 
@@ -252,7 +248,7 @@ class BatchScheduler:
         """Tokens of the next chunk. It fills whole pages, unless it completes the sequence or is paced."""
         left = sequence.num_to_compute
         if sequence.paced:  # even if it is alone: a handoff may be admitted during the step
-            return min(left, budget, self._paced_room(batch))
+            return min(left, budget, self.limits.chunk_size, self._paced_room(batch))
         room = min(budget, self.limits.chunk_size)
         if sequence.yields:
             room = min(room, self._room_beside(batch))
@@ -280,17 +276,31 @@ class BatchScheduler:
         return self.limits.max_num_batched_tokens if most is None else most
 
     def _paced_room(self, batch: Batch) -> int:
-        """Tokens of paced prompts that the step has room for. The first prompt always gets some, so that it ends."""
-        room = max(0, self._paced_tokens() - batch.num_tokens)
-        if batch.num_paced_tokens:
-            return room
-        return max(room, 1, self.limits.paced_tokens // _LEAST_PACED_PART)
+        """Tokens of paced prompts that the step has room for. The first prompt always gets a page, so that it ends."""
+        if batch.most_paced is None:
+            num_rows = sum(item.sequence.is_decode for item in batch.items)
+            most = self.budget.careful_tokens(num_rows, self.wanted_step_s)
+            batch.most_paced = min(most, self._most_paced(num_rows))
+        room = max(0, batch.most_paced - batch.num_paced_tokens - batch.num_chunk_tokens)
+        return room if batch.num_paced_tokens else max(room, self.pool.page_size)
 
-    def _paced_tokens(self) -> int:
-        """The most tokens of a step with a paced prompt. It is larger where fewer sequences wait for the step."""
+    @property
+    def wanted_step_s(self) -> float:
+        """In which all who run want a step to end: also prompts, as others in their place soon will."""
+        return min((sequence.tpot_s for sequence in self.running), default=math.inf)
+
+    def _most_paced(self, num_rows: int) -> int:
+        """Tokens of paced prompts beside so many sequences that generate, whatever the time."""
         limits = self.limits
-        num_generating = 0 if self.has_spare_threads else sum(s.is_decode for s in self.running)
-        return max(limits.paced_tokens, limits.most_paced_tokens - num_generating)
+        bound = limits.paced_tokens - num_rows if limits.paced_tokens else limits.chunk_size
+        return max(0, min(bound, limits.chunk_size))
+
+    def prompt_steps(self) -> PromptSteps:
+        """What prompts would take now beside those that run."""
+        if not self.limits.computes_prompts:
+            return NO_PROMPTS
+        num_rows = sum(sequence.is_decode for sequence in self.running)
+        return self.budget.prompt_steps(num_rows, self.wanted_step_s, self._most_paced(num_rows))
 
     def _give_pages(self, batch: Batch, sequence: Sequence) -> bool:
         """Give a waiting sequence pages for all its tokens, cached ones first; or no page at all."""

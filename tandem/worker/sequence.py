@@ -45,7 +45,7 @@ class Sequence:
     num_published: int = 0  # leading pages offered to the prefix cache
     num_cached: int = 0  # tokens found in the prefix cache at the last admission
     num_preemptions: int = 0
-    # A prompt that takes only what room steps have, since others generate beside it: `SchedulerLimits.paced_tokens`.
+    # A prompt that takes only what time steps have, since others generate beside it: `BatchScheduler`.
     paced: bool = False
     # A prompt whose chunks leave the others of a step the time in which their tokens are wanted.
     yields: bool = False

@@ -205,7 +205,7 @@ async def test_a_prompt_is_preempted_while_it_is_computed(pair: WorkerPair, para
     """An older request takes the pages that it grows into from the prompt, which is then computed again."""
     prompt = prompt_of(400)
     decode = pair.decode
-    old = pair.limit(decode, paced_tokens=2, most_paced_tokens=0)
+    old = pair.limit(decode, paced_tokens=2)
 
     def is_computing() -> bool:
         return any(isinstance(s.owner, Prompt) for s in decode.parts.scheduler.running)

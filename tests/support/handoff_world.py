@@ -32,7 +32,7 @@ _NOTICE_S = 0.002  # until a worker knows that its stream broke; what was said b
 _MOST_CALLS = 2_000_000
 
 PREFILL = NodeSpec(48, SchedulerLimits(8, 64, 32, 200, 0.75, saturating_tokens=32), StepTime(0.002, 0.0001))
-DECODE = NodeSpec(64, SchedulerLimits(12, 64, 32, 200, paced_tokens=8), StepTime(0.004, 0.00005))
+DECODE = NodeSpec(64, SchedulerLimits(12, 64, 32, 200, computes_prompts=True), StepTime(0.004, 0.00005))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,6 @@ class World:
             self.kernel,
             spec.place,
             mixed_pool_tokens=spec.mixed_pool_tokens,
-            mixed_step_tokens=spec.decode.limits.paced_tokens,
             is_colocated=not spec.num_prefill,
         )
         self.nodes: dict[str, Node] = {}  # by incarnation, those that have ended too

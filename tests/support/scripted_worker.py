@@ -49,6 +49,8 @@ class ScriptedWorker:
         self.received: list[Any] = []
         self.met: list[str] = []  # decode workers that a router has told it of
         self.status = common_pb2.WorkerStatus(pages=common_pb2.PageCounts(free=100, used=1, cached=2))
+        if self.kind == "decode":
+            self.status.prompt_steps.num_tokens = 12
         self._changed = threading.Condition()
         self._streams: list[queue.Queue[Any]] = []
         self._stream_of: dict[str, queue.Queue[Any]] = {}  # of the router that wants a request, by its id
@@ -71,7 +73,6 @@ class ScriptedWorker:
             num_pages=103,
             max_context=256,
             vocab_size=512,
-            mixed_step_tokens=12 if self.kind == "decode" else 0,
             protocols=protocols_to_proto(Protocols()),
         )
 

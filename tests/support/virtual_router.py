@@ -57,7 +57,7 @@ class _Held:
 class Router:
     """Args:
     place: gives each attempt its workers.
-    mixed_pool_tokens, mixed_step_tokens: see `RequestFacts` and `WorkerLoad`; 0: no prompt is computed at decode.
+    mixed_pool_tokens: see `RequestFacts`; 0: no prompt is computed at decode.
     is_colocated: see `Snapshot`.
     """
 
@@ -67,14 +67,12 @@ class Router:
         place: Place,
         *,
         mixed_pool_tokens: int,
-        mixed_step_tokens: int,
         is_colocated: bool = False,
     ) -> None:
         self.kernel = kernel
         self.is_colocated = is_colocated
         self.choose_route = place
         self.mixed_pool_tokens = mixed_pool_tokens
-        self._mixed_step_tokens = mixed_step_tokens
         self.workers: list[Node] = []
         self.budget = RetryBudget(1.0, 1000, kernel.clock)
         self.requests: dict[str, InFlight] = {}
@@ -139,7 +137,7 @@ class Router:
             num_queued_tokens=max(status.num_queued_tokens, sum(h.num_queued_tokens for h in held)),
             num_available_pages=status.pages.free + status.pages.cached - sum(h.num_pages for h in held),
             num_stepping=max(status.num_running, sum(h.steps for h in held)),
-            mixed_step_tokens=self._mixed_step_tokens if worker.role is Role.DECODE else 0,
+            prompt_steps=worker.scheduler.prompt_steps(),
         )
 
     def find(self, key: Any) -> Any:

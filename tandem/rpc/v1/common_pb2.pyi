@@ -246,7 +246,6 @@ class WorkerInfo(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
-    MIXED_STEP_TOKENS_FIELD_NUMBER: _builtins.int
     PROTOCOLS_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
@@ -272,8 +271,6 @@ class WorkerInfo(_message.Message):
     """of the Tandem package"""
     host_id: _builtins.str
     """equal for two processes that see each other's pids"""
-    mixed_step_tokens: _builtins.int
-    """Of a decode worker: a step takes tokens of new prompts until it has so many tokens; 0: it takes none."""
     max_num_seqs: _builtins.int
     """sequences in its batch at most; 0: an earlier version"""
     @_builtins.property
@@ -300,13 +297,12 @@ class WorkerInfo(_message.Message):
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         version: _builtins.str = ...,
         host_id: _builtins.str = ...,
-        mixed_step_tokens: _builtins.int = ...,
         protocols: Global___Protocols | None = ...,
         max_num_seqs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "protocols", b"protocols"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "eos_token_ids", b"eos_token_ids", "host_id", b"host_id", "incarnation", b"incarnation", "layout", b"layout", "max_context", b"max_context", "max_num_seqs", b"max_num_seqs", "mixed_step_tokens", b"mixed_step_tokens", "node", b"node", "num_pages", b"num_pages", "pid", b"pid", "protocols", b"protocols", "role", b"role", "transport", b"transport", "transport_metadata", b"transport_metadata", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "eos_token_ids", b"eos_token_ids", "host_id", b"host_id", "incarnation", b"incarnation", "layout", b"layout", "max_context", b"max_context", "max_num_seqs", b"max_num_seqs", "node", b"node", "num_pages", b"num_pages", "pid", b"pid", "protocols", b"protocols", "role", b"role", "transport", b"transport", "transport_metadata", b"transport_metadata", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -344,6 +340,36 @@ class PageCounts(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PageCounts: _TypeAlias = PageCounts  # noqa: Y015
+
+@_typing.final
+class PromptSteps(_message.Message):
+    """What prompts would take now in the steps of a decode worker, beside what it generates."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    STEP_S_FIELD_NUMBER: _builtins.int
+    TOKEN_S_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.int
+    """of prompts, that a step has at most; 0: wanted times leave none"""
+    step_s: _builtins.float
+    """of a step without prompts; 0: it is not known yet"""
+    token_s: _builtins.float
+    """that a token of a prompt adds"""
+    def __init__(
+        self,
+        *,
+        num_tokens: _builtins.int = ...,
+        step_s: _builtins.float = ...,
+        token_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "step_s", b"step_s", "token_s", b"token_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptSteps: _TypeAlias = PromptSteps  # noqa: Y015
 
 @_typing.final
 class WorkerStatus(_message.Message):
@@ -398,6 +424,7 @@ class WorkerStatus(_message.Message):
     RIGHT_DRAFTS_FIELD_NUMBER: _builtins.int
     CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     CHUNK_S_FIELD_NUMBER: _builtins.int
+    PROMPT_STEPS_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """requests in the batch"""
@@ -457,6 +484,10 @@ class WorkerStatus(_message.Message):
         """of the tiers below its pool; absent: it has none"""
 
     @_builtins.property
+    def prompt_steps(self) -> Global___PromptSteps:
+        """absent: as with 0 tokens"""
+
+    @_builtins.property
     def links(self) -> Global___LinkReport:
         """Of a prefill worker: in hellos, heartbeats and answers to `Status`; absent: as it was reported last."""
 
@@ -490,11 +521,12 @@ class WorkerStatus(_message.Message):
         right_drafts: _builtins.int = ...,
         chunk_tokens: _builtins.int = ...,
         chunk_s: _builtins.float = ...,
+        prompt_steps: Global___PromptSteps | None = ...,
         links: Global___LinkReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["links", b"links", "pages", b"pages", "tiers", b"tiers"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["links", b"links", "pages", b"pages", "prompt_steps", b"prompt_steps", "tiers", b"tiers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "chunk_s", b"chunk_s", "chunk_tokens", b"chunk_tokens", "decode_tokens", b"decode_tokens", "drafts", b"drafts", "draining", b"draining", "guesses", b"guesses", "links", b"links", "mask_s", b"mask_s", "masks", b"masks", "max_num_seqs", b"max_num_seqs", "mixed_s", b"mixed_s", "mixed_steps", b"mixed_steps", "num_incoming", b"num_incoming", "num_queued", b"num_queued", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "page_network", b"page_network", "pages", b"pages", "preemptions", b"preemptions", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_computed", b"prompt_tokens_computed", "refused", b"refused", "right_drafts", b"right_drafts", "right_guesses", b"right_guesses", "steps", b"steps", "tiers", b"tiers", "transfer_bytes", b"transfer_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "chunk_s", b"chunk_s", "chunk_tokens", b"chunk_tokens", "decode_tokens", b"decode_tokens", "drafts", b"drafts", "draining", b"draining", "guesses", b"guesses", "links", b"links", "mask_s", b"mask_s", "masks", b"masks", "max_num_seqs", b"max_num_seqs", "mixed_s", b"mixed_s", "mixed_steps", b"mixed_steps", "num_incoming", b"num_incoming", "num_queued", b"num_queued", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "page_network", b"page_network", "pages", b"pages", "preemptions", b"preemptions", "prompt_steps", b"prompt_steps", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_computed", b"prompt_tokens_computed", "refused", b"refused", "right_drafts", b"right_drafts", "right_guesses", b"right_guesses", "steps", b"steps", "tiers", b"tiers", "transfer_bytes", b"transfer_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -34,10 +34,9 @@ from tandem.core.errors import ConfigError
 
 # A slot is a cache line: how many threads its worker has (0: it is free); until when it is busy, in ns of the monotonic
 # clock, which all processes of a host share; whether somebody wants back what was lent to it; whether somebody came to
-# rest since it borrowed; the worker's process; how many requests that were handed off to it have had their first step;
-# until when it counts as one that rests though it has something to compute. The first line holds how many slots were
-# ever taken.
-_THREADS, _BUSY_UNTIL, _WANTED_BACK, _OFFERED, _PID, _FIRST_STEPS, _GIVES_WAY = range(7)
+# rest since it borrowed; the worker's process; how many requests that were handed off to it have had their first step.
+# The first line holds how many slots were ever taken.
+_THREADS, _BUSY_UNTIL, _WANTED_BACK, _OFFERED, _PID, _FIRST_STEPS = range(6)
 _SLOT_WORDS = 8
 _SLOT_BYTES = 8 * _SLOT_WORDS
 _NUM_SLOTS = 255
@@ -115,26 +114,16 @@ class CoreShares:
         words, mine = self._words, self._slot
         now = time.monotonic_ns()
         were_lent = words[mine + _BUSY_UNTIL] <= now  # it rested, or was stopped for long
-        words[mine + _BUSY_UNTIL], words[mine + _GIVES_WAY] = now + _BUSY_NS, 0
+        words[mine + _BUSY_UNTIL] = now + _BUSY_NS
         words[mine + _WANTED_BACK] = words[mine + _OFFERED] = 0  # before looking around: what comes later is not missed
         if were_lent:
             for slot in self._others():
                 words[slot + _WANTED_BACK] = 1
         return min(self._most, self._lent_to(mine, now))
 
-    def num_spare(self) -> int:
-        """How many threads beyond its own a step of the worker has that begins now, and is likely to keep: those of
-        workers that have nothing to compute."""
-        words, now = self._words, time.monotonic_ns()
-        others = [
-            (words[s + _THREADS], max(words[s + _BUSY_UNTIL], words[s + _GIVES_WAY]) > now) for s in self._others()
-        ]
-        return min(self._most, lent_threads(self._own, others))
-
-    def rest(self, *, gives_way: bool = False) -> None:
-        """The others may have this worker's threads: there is nothing to compute, or it `gives_way` for a moment."""
+    def rest(self) -> None:
+        """The others may have this worker's threads: there is nothing to compute, or it gives way for a moment."""
         words, mine, now = self._words, self._slot, time.monotonic_ns()
-        words[mine + _GIVES_WAY] = now + _BUSY_NS if gives_way else 0
         if words[mine + _BUSY_UNTIL]:
             words[mine + _BUSY_UNTIL] = 0
             for slot in self._others():
@@ -164,7 +153,7 @@ class CoreShares:
             count, left_s = self._words[word], until_s - time.monotonic()
             if count >= number or left_s <= 0:
                 return
-            self.rest(gives_way=True)
+            self.rest()
             timeout = struct.pack("qq", *divmod(int(left_s * 1e9), 1_000_000_000))
             self._futex(word, _FUTEX_WAIT, count, timeout)  # returns at once where the count has changed meanwhile
 

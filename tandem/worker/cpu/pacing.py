@@ -97,11 +97,7 @@ class PrefillPacing(CpuPacing):
 
 
 class DecodePacing(CpuPacing):
-    """Decode tells prefill of its first steps, and asks whether it has prefill's threads."""
-
-    @property
-    def has_spare_threads(self) -> bool:
-        return self._shares is not None and self._shares.num_spare() > 0
+    """Decode tells prefill of its first steps."""
 
     def first_steps_taken(self, number: int) -> None:
         if number and self._shares is not None:

@@ -79,9 +79,9 @@ def test_what_decode_was_asked_to_compute_counts_until_it_is_done(mixed: Site) -
     """The second prompt of a burst goes to decode; with that before it, the third waits for prefill."""
     with_a_busy_prefill_worker(mixed)
     mixed.decode.auto = False
-    in_background(mixed, prompt="y" * 100)
+    in_background(mixed, prompt="y" * 150)
     assert mixed.decode.wait_for("reserve", 2).max_local_tokens > 0
-    in_background(mixed, prompt="z" * 100)
+    in_background(mixed, prompt="z" * 150)
     assert mixed.decode.wait_for("reserve", 3).max_local_tokens == 0
     mixed.prefill.wait_for("start", 2)
 
@@ -140,18 +140,19 @@ def test_many_prompts_are_counted_in_the_header(mixed: Site) -> None:
     assert sum(map(int, named.values())) == 9
 
 
-def test_decode_that_generates_for_many_computes_nothing_beside(mixed: Site) -> None:
-    """Its steps are full: twelve tokens are what a worker of these tests wants."""
-    mixed.decode.held_back.clear()
-    for number in range(1, 13):  # each one handed off, and admitted before the next comes
-        in_background(mixed, prompt="y" * number, max_tokens=5)
-        mixed.decode.wait_for("attach", number)
-        mixed.until_metric("tandem_handoff_seconds_count", number)
-    mixed.prefill.auto = False
-    in_background(mixed, prompt=LONG)
-    mixed.prefill.wait_for("start", 13)
-    in_background(mixed, prompt="x" * 8)
-    assert mixed.decode.wait_for("reserve", 14).max_local_tokens == 0
+def test_decode_whose_targets_leave_no_time_computes_nothing_beside_and_the_router_says_why(mixed: Site) -> None:
+    mixed.decode.status.prompt_steps.num_tokens = 0
+    mixed.decode.status.num_queued_tokens = 1
+    mixed.until_shown("decode-0", num_queued_tokens=1)
+    with_a_busy_prefill_worker(mixed)
+    mixed.prefill.auto = True
+    answer = mixed.post(prompt="x" * 8)
+    assert mixed.decode.wait_for("reserve", 2).max_local_tokens == 0
+    with mixed.http() as client:
+        (shown,) = client.get(f"/v1/requests/{answer.json()['id']}/explain").json()["data"]
+    (decode,) = [one for one in shown["attempts"][0]["candidates"] if one["worker"] == "decode-0"]
+    assert "targets" in decode["why_not_alone"]
+    assert "cost_alone_tokens" not in decode
 
 
 def test_a_retry_that_is_handed_off_is_no_work_of_decodes(mixed: Site) -> None:

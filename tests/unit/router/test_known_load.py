@@ -102,7 +102,8 @@ class Router(RuleBasedStateMachine):
             num_queued_tokens=tokens + own_tokens if tells else max(tokens, own_tokens),
             num_available_pages=report.num_available_pages - sum(sent.num_pages for sent in held),
             num_stepping=max(report.num_stepping, sum(sent.steps for sent in held)),
-            mixed_step_tokens=12,
+            prompt_steps=report.prompt_steps,
+            max_num_seqs=12,
         )
 
 

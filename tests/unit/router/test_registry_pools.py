@@ -31,6 +31,7 @@ from tandem.core.identity import Role, WorkerKey
 from tandem.core.metrics import RouterMetrics
 from tandem.core.pages import model_salt, page_keys, pages_for
 from tandem.core.protocols import Protocols
+from tandem.core.step_times import NO_PROMPTS, PromptSteps
 from tandem.rpc.v1.common_pb2 import (
     ROLE_DECODE,
     ROLE_PREFILL,
@@ -42,6 +43,7 @@ from tandem.rpc.v1.common_pb2 import (
     WorkerInfo,
     WorkerStatus,
 )
+from tandem.rpc.v1.common_pb2 import PromptSteps as PromptStepsMessage
 from tandem.rpc.v1.control_pb2 import Member, Membership
 from tandem.rpc.v1.decode_pb2 import DecodeEvents
 from tandem.rpc.v1.prefill_pb2 import HandoffDone, PrefillEvents
@@ -65,13 +67,13 @@ class Registry(WorkerRegistry):
         self.states: dict[str, str] = {}
         self.lives: dict[str, int] = {}
 
-    def push(self) -> None:
+    def push(self, *, colocated: bool = False) -> None:
         self.version += 1
         members = [
             Member(worker_id=n, incarnation=str(self.lives.get(n, 1)), role=NAMES[n], address="a:1", state=state)
             for n, state in self.states.items()
         ]
-        self.apply(Membership(version=self.version, members=members))
+        self.apply(Membership(version=self.version, members=members, colocated=colocated))
 
     def of(self, name: str) -> WorkerSession | None:
         return self._sessions.get(WorkerKey(name, str(self.lives.get(name, 1))))
@@ -87,7 +89,7 @@ class Registry(WorkerRegistry):
         if session is not None and session.state is SessionState.CONNECTING:
             info = WorkerInfo(worker_id=name, incarnation=session.key.incarnation, role=NAMES[name], transport="ucx")
             info.layout.CopyFrom(Layout(page_size=page_size, dtype="float32"))
-            info.max_context, info.mixed_step_tokens, info.max_num_seqs = max_context, 12, SEQS[name]
+            info.max_context, info.max_num_seqs = max_context, SEQS[name]
             info.protocols.CopyFrom(protocols_to_proto(Protocols()))
             session._greet(info)
 
@@ -251,28 +253,16 @@ async def test_guesses_are_counted_by_who_made_them() -> None:
         assert {s.labels["source"]: s.value for s in samples if s.name.endswith("_total")} == expected
 
 
-async def test_what_steps_take_in_which_decode_computes_prompts_is_learnt() -> None:
+async def test_what_prompts_take_in_a_decode_workers_steps_is_as_it_says() -> None:
     registry = Registry()
-    registry.states = dict.fromkeys(["prefill-0", "decode-0", "decode-1"], "ready")
+    registry.states = dict.fromkeys(["decode-0", "decode-1"], "ready")
     registry.push()
     for name in registry.states:
         registry.greet(name)
-    for name in ("decode-0", "decode-1"):
-        registry.hear(name)
-    assert not registry.snapshot().mixed_step_s
-    registry.hear("decode-0", mixed_steps=10, mixed_s=0.04)
-    assert registry.snapshot().mixed_step_s == pytest.approx(0.004)
-    registry.hear("decode-1", mixed_steps=1, mixed_s=0.008)
-    assert 0.004 < registry.snapshot().mixed_step_s < 0.005
-    for _ in range(2):  # the second time it says nothing new
-        registry.hear("decode-1", mixed_steps=101, mixed_s=0.808)
-        assert registry.snapshot().mixed_step_s == pytest.approx(0.008, rel=0.01), "many steps count more than one"
-    registry.clock.advance(29.0)
-    assert registry.snapshot().mixed_step_s
-    registry.clock.advance(2.0)
-    assert not registry.snapshot().mixed_step_s, "slow ones are not avoided for ever"
-    registry.hear("decode-0", mixed_steps=11, mixed_s=0.043)
-    assert registry.snapshot().mixed_step_s == pytest.approx(0.003), "what came long ago counts no more"
+    registry.hear("decode-0", prompt_steps=PromptStepsMessage(num_tokens=96, step_s=0.01, token_s=0.002))
+    registry.hear("decode-1")  # of an earlier version, or its targets leave no time
+    found = {worker.key.worker_id: worker.prompt_steps for worker in registry.snapshot().decode}
+    assert found == {"decode-0": PromptSteps(96, 0.01, 0.002), "decode-1": NO_PROMPTS}
 
 
 async def test_what_reading_from_tiers_costs_is_learnt() -> None:
@@ -332,12 +322,12 @@ def test_a_worker_that_is_gone_takes_its_tiers_along() -> None:
 async def test_what_a_worker_had_counted_before_this_router_came_tells_nothing() -> None:
     registry = Registry()
     registry.states = {"decode-0": "ready"}
-    registry.push()
+    registry.push(colocated=True)
     registry.greet("decode-0")
-    registry.hear("decode-0", mixed_steps=1000, mixed_s=500.0)
-    assert not registry.snapshot().mixed_step_s
-    registry.hear("decode-0", mixed_steps=1001, mixed_s=500.25)
-    assert registry.snapshot().mixed_step_s == pytest.approx(0.25)
+    registry.hear("decode-0", chunk_tokens=1000, chunk_s=500.0)
+    assert not registry.snapshot().prefill_tokens_per_s
+    registry.hear("decode-0", chunk_tokens=1100, chunk_s=500.25)
+    assert registry.snapshot().prefill_tokens_per_s == pytest.approx(400)
 
 
 def test_of_several_routers_each_takes_the_share_that_the_supervisor_names() -> None:

@@ -15,6 +15,7 @@ from router.policy.snapshot import Snapshot
 from router.policy.worker_load import WorkerLoad
 from tandem.core.errors import IncompatibleError, NoWorkerError
 from tandem.core.identity import WorkerKey
+from tandem.core.step_times import PromptSteps
 
 
 def load(name: str, *, active: int = 0, queued_tokens: int = 0, pages: int = 100, layout: str = "a") -> WorkerLoad:
@@ -144,7 +145,7 @@ def test_a_prefill_worker_for_a_grant() -> None:
 
 def test_a_cluster_is_ready_where_two_pair_and_requests_may_come_before_that_where_workers_will() -> None:
     """Without a prompt there is nothing that the mixed pool could compute."""
-    ready = Snapshot.of([load("p0", queued_tokens=900)], [replace(load("d0"), mixed_step_tokens=12)])
+    ready = Snapshot.of([load("p0", queued_tokens=900)], [replace(load("d0"), prompt_steps=PromptSteps(12))])
     check_ready(ready)
     check_placeable(ready)
     coming = Snapshot.of([], [load("d0")], is_prefill_coming=True)

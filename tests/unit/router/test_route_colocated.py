@@ -12,13 +12,14 @@ from router.policy.snapshot import Snapshot
 from router.policy.worker_load import WorkerLoad
 from tandem.core.errors import NoWorkerError
 from tandem.core.identity import WorkerKey
+from tandem.core.step_times import PromptSteps
 
 
 def load(
-    name: str, *, active: int = 0, queued: int = 0, pages: int = 4000, layout: str = "a", mixed_step_tokens: int = 12
+    name: str, *, active: int = 0, queued: int = 0, pages: int = 4000, layout: str = "a", step_tokens: int = 12
 ) -> WorkerLoad:
     kv_format = KvFormat(LayoutId("w", layout, num_layers=1, num_kv_heads=1, head_dim=8, page_size=16), "ucx")
-    return WorkerLoad(WorkerKey(name, "1"), kv_format, 16, active, queued, pages, active, mixed_step_tokens)
+    return WorkerLoad(WorkerKey(name, "1"), kv_format, 16, active, queued, pages, active, PromptSteps(step_tokens))
 
 
 def colocated(*decodes: WorkerLoad, is_decode_coming: bool = False, is_prefill_coming: bool = False) -> Snapshot:
@@ -39,7 +40,7 @@ def test_a_prompt_of_any_length_is_computed_whole_where_it_is_placed() -> None:
             RequestFacts(num_tokens, is_first_attempt=False),
             RequestFacts(num_tokens, priority=-1),
         ):
-            route = choose(colocated(load("d0", mixed_step_tokens=0)), facts)
+            route = choose(colocated(load("d0", step_tokens=0)), facts)
             assert route == Route(None, key("d0"), num_tokens, Why.COLOCATED, unpaced=True)
 
 

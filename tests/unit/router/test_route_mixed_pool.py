@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -15,15 +16,25 @@ from router.policy.snapshot import Snapshot
 from router.policy.worker_load import WorkerLoad
 from tandem.core.errors import IncompatibleError, NoWorkerError
 from tandem.core.identity import WorkerKey
+from tandem.core.step_times import NO_PROMPTS, PromptSteps
 
 LONGEST = 2000
+STEPS = PromptSteps(64)
 
 
 def load(
-    name: str, *, stepping: int = 0, active: int = 0, queued: int = 0, pages: int = 1000, layout: str = "a"
+    name: str,
+    *,
+    stepping: int = 0,
+    active: int = 0,
+    queued: int = 0,
+    pages: int = 1000,
+    layout: str = "a",
+    steps: PromptSteps = STEPS,
+    seqs: int = 0,
 ) -> WorkerLoad:
     kv_format = KvFormat(LayoutId("w", layout, num_layers=1, num_kv_heads=1, head_dim=8, page_size=16), "ucx")
-    return WorkerLoad(WorkerKey(name, "1"), kv_format, 16, active, queued, pages, stepping, mixed_step_tokens=12)
+    return WorkerLoad(WorkerKey(name, "1"), kv_format, 16, active, queued, pages, stepping, steps, seqs)
 
 
 def alone(snapshot: Snapshot, facts: RequestFacts) -> Route | None:
@@ -39,7 +50,7 @@ def alone(snapshot: Snapshot, facts: RequestFacts) -> Route | None:
     return route
 
 
-def chosen(snapshot: Snapshot, num_tokens: int, longest: int = LONGEST) -> str | None:
+def chosen(snapshot: Snapshot, num_tokens: int, longest: float = LONGEST) -> str | None:
     route = alone(snapshot, RequestFacts(num_tokens, mixed_pool_tokens=longest))
     return route.decode.worker_id if route is not None else None
 
@@ -49,37 +60,63 @@ def test_an_idle_prefill_worker_gets_every_prompt() -> None:
         assert chosen(Snapshot.of([load("p0")], [load("d0")]), num_tokens) is None
 
 
-@pytest.mark.parametrize(
-    ("stepping", "queued", "decides"),
-    [
-        (0, 102, None),  # 1.2 times the work of 512 tokens is 614: as late as behind 102 others
-        (0, 103, "d0"),
-        (6, 716, None),  # half of each step is free: 2.4 times as slow
-        (6, 717, "d0"),
-        (12, 10**6, None),  # its steps are full
-    ],
-)
-def test_decode_is_asked_where_the_prompt_is_ready_sooner(stepping: int, queued: int, decides: str | None) -> None:
-    snapshot = Snapshot.of([load("p0", queued=queued)], [load("d0", stepping=stepping)])
-    assert chosen(snapshot, 512) == decides
+def test_where_nothing_is_known_of_its_steps_decode_is_asked_for_little_more_than_prefill_takes() -> None:
+    """1.2 times the work of 512 tokens is 614: as much as behind 51 others for it, and for 51 behind it."""
+    assert [chosen(Snapshot.of([load("p0", queued=queued)], [load("d0")]), 512) for queued in (51, 52)] == [None, "d0"]
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "queued", "decides"),
     [
-        (120, 879, None),  # ten steps, in each of which a prefill worker computes 100 tokens, are 1000
-        (120, 881, "d0"),
-        (1, 98, None),  # one step at least
-        (1, 100, "d0"),
+        (120, 439, None),  # two steps of 40 ms and 120 tokens of a millisecond: meanwhile prefill computes 1,000
+        (120, 441, "d0"),
+        (1, 101, None),  # one step at least
+        (1, 103, "d0"),
     ],
 )
 def test_steps_count_what_they_take_on_these_workers(num_tokens: int, queued: int, decides: str | None) -> None:
-    prefill, decode = [load("p0", queued=queued)], [load("d0")]
-    slow = Snapshot.of(prefill, decode, prefill_tokens_per_s=5000.0, mixed_step_s=0.02)
-    assert chosen(slow, num_tokens) == decides
-    quick = replace(slow, mixed_step_s=0.001)  # of less than the usual: that is what steps cost at least
-    assert chosen(quick, num_tokens) == "d0"
-    assert chosen(replace(quick, prefill=Snapshot.of([load("p0")], []).prefill), num_tokens) is None
+    decode = load("d0", steps=PromptSteps(64, 0.04, 0.001))
+    snapshot = Snapshot.of([load("p0", queued=queued)], [decode], prefill_tokens_per_s=5000.0)
+    assert chosen(snapshot, num_tokens) == decides
+    assert chosen(replace(snapshot, prefill=Snapshot.of([load("p0")], []).prefill), num_tokens) is None
+
+
+def test_prompts_of_any_length_are_computed_beside_tokens() -> None:
+    decode = load("d0", steps=PromptSteps(64, 0.04, 0.001))
+    snapshot = Snapshot.of([load("p0", queued=200_000)], [decode], prefill_tokens_per_s=5000.0)
+    for num_tokens in (1, 2_001, 16_000):
+        assert chosen(snapshot, num_tokens, math.inf) == "d0"
+
+
+def test_those_who_generate_count_and_those_who_would_wait_behind_it_at_prefill() -> None:
+    """Both ways a prompt delays others by its own computation: the way is taken of the least sum."""
+    steps = PromptSteps(512, 0.0, 0.001)
+    for num_rows, queued, decides in ((0, 99, None), (0, 101, "d0"), (3, 1599, None), (3, 1601, "d0")):
+        prefill, decode = load("p0", queued=queued), load("d0", stepping=num_rows, steps=steps)
+        snapshot = Snapshot.of([prefill], [decode], prefill_tokens_per_s=1000.0)
+        assert chosen(snapshot, 1000) == decides, (num_rows, queued)
+
+
+def test_where_one_way_keeps_the_target_of_the_first_token_it_is_taken() -> None:
+    """Else its own delay and that of others decide."""
+    decode = load("d0", stepping=9, steps=PromptSteps(512, 0.0, 0.001))
+    snapshot = Snapshot.of([load("p0", queued=4000)], [decode], prefill_tokens_per_s=1000.0)
+    for wanted_s, decides in ((0.5, None), (1.1, None), (1.3, "d0"), (4.9, "d0"), (5.1, None), (math.inf, None)):
+        route = choose(snapshot, RequestFacts(1000, mixed_pool_tokens=LONGEST, first_token_in_s=wanted_s))
+        assert (route.decode.worker_id if route.prefill is None and route.decode else None) == decides, wanted_s
+
+
+def test_targets_that_leave_no_time_and_full_batches_keep_prompts_away_and_say_so() -> None:
+    prefill = [load("p0", queued=90_000)]
+    busy, full = load("d0", steps=PromptSteps(0, 0.05, 0.001)), load("d1", stepping=4, seqs=4)
+    for worker, why in ((busy, "targets"), (full, "places")):
+        snapshot = Snapshot.of(prefill, [worker])
+        assert chosen(snapshot, 512) is None
+        route = choose(snapshot, RequestFacts(512, mixed_pool_tokens=LONGEST))
+        (shown,) = [candidate for candidate in route.weighed if candidate.worker == worker.key]
+        assert shown.cost_alone is None
+        assert why in shown.why_not_alone
+    assert chosen(Snapshot.of(prefill, [replace(full, num_stepping=3)]), 512) == "d1"
 
 
 def test_the_shortest_queue_of_prefill_counts() -> None:
@@ -90,8 +127,8 @@ def test_the_shortest_queue_of_prefill_counts() -> None:
 
 def test_what_decode_has_to_compute_already_counts() -> None:
     prefill = [load("p0", queued=512)]
-    assert chosen(Snapshot.of(prefill, [load("d0", queued=512, stepping=1)]), 512) is None
-    assert chosen(Snapshot.of(prefill, [load("d0", queued=512, stepping=1), load("d1", stepping=1)]), 512) == "d1"
+    assert chosen(Snapshot.of(prefill, [load("d0", queued=512)]), 512) is None
+    assert chosen(Snapshot.of(prefill, [load("d0", queued=512), load("d1")]), 512) == "d1"
 
 
 def test_a_prompt_that_does_not_fit_is_handed_off() -> None:
@@ -119,8 +156,8 @@ def test_long_prompts_are_handed_off() -> None:
 
 
 def test_a_worker_that_does_not_want_to_is_not_asked() -> None:
-    """As those on GPUs unless they are configured to."""
-    unwilling = replace(load("d0"), mixed_step_tokens=0)
+    """As those of an earlier version, which do not say what their steps take."""
+    unwilling = load("d0", steps=NO_PROMPTS)
     assert chosen(Snapshot.of([load("p0", queued=9000)], [unwilling]), 512) is None
 
 
@@ -168,7 +205,8 @@ def test_only_workers_with_room_and_never_against_a_shorter_queue(
     if route is None:
         return
     (worker,) = [w for w in decode if w.key == route.decode]
-    assert worker.num_stepping < worker.mixed_step_tokens
+    assert worker.prompt_steps.num_tokens
     assert worker.num_available_pages * worker.page_size >= num_tokens
     assert num_tokens <= LONGEST
-    assert min(w.num_queued_tokens for w in prefill if w.kv_format == worker.kv_format) > worker.num_queued_tokens
+    able = [w for w in prefill if w.kv_format == worker.kv_format]
+    assert 2 * min(w.num_queued_tokens for w in able) > worker.num_queued_tokens

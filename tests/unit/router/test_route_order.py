@@ -19,6 +19,7 @@ from router.policy.worker_load import WorkerLoad
 from tandem.core.errors import IncompatibleError, NoWorkerError
 from tandem.core.identity import Role, WorkerKey
 from tandem.core.pages import pages_for
+from tandem.core.step_times import PromptSteps
 
 PAGE = 16
 FEW = 8  # of a pool are looked at, at most
@@ -41,7 +42,7 @@ def load(
     mixed: int = 0,
     layout: str = "a",
 ) -> WorkerLoad:
-    return WorkerLoad(WorkerKey(name, "1"), FORMATS[layout], PAGE, active, queued, pages, stepping, mixed)
+    return WorkerLoad(WorkerKey(name, "1"), FORMATS[layout], PAGE, active, queued, pages, stepping, PromptSteps(mixed))
 
 
 # -- the scan
@@ -97,18 +98,20 @@ class Scan:
         if not may_be_slow or not 0 < facts.num_prompt_tokens <= facts.mixed_pool_tokens:
             return set()
         formats = {worker.kv_format for worker in self.prefill} & {worker.kv_format for worker in self.decode}
-        queues = [worker.num_queued_tokens for worker in self.prefill if worker.kv_format in formats]
+        able = [worker for worker in self.prefill if worker.kv_format in formats]
         costs = {worker.key: self._local_cost(worker) for worker in self.decode if worker.kv_format in formats}
         best = min(costs.values(), default=float("inf"))
-        if not costs or best >= min(queues) + facts.num_prompt_tokens:
+        if not costs:
+            return set()
+        if best >= 2 * min(worker.num_queued_tokens for worker in able) + facts.num_prompt_tokens:
             return set()
         return {key for key, cost in costs.items() if cost == best}
 
     def _local_cost(self, worker: WorkerLoad) -> float:
-        room = worker.mixed_step_tokens - worker.num_stepping
-        if room < 1 or not self._has_room(worker):
+        if not worker.prompt_steps.num_tokens or not self._has_room(worker):
             return float("inf")
-        return 1.2 * (worker.mixed_step_tokens / room) * (worker.num_queued_tokens + self.facts.num_prompt_tokens)
+        num_tokens, queued = self.facts.num_prompt_tokens, worker.num_queued_tokens
+        return 1.2 * (queued + num_tokens) + worker.num_stepping * num_tokens + queued
 
     def _has_room(self, worker: WorkerLoad) -> bool:
         return pages_for(self.facts.num_prompt_tokens, worker.page_size) <= worker.num_available_pages
@@ -217,8 +220,8 @@ def test_each_order_has_all_workers_by_their_newest_loads(
         walked = list(pool.walk(order, pool.formats, share))
         assert sorted(walked, key=lambda worker: worker.key) == sorted(left, key=lambda worker: worker.key)
         assert [rank(worker) for worker in walked] == sorted(rank(worker) for worker in left)
-    able = [worker for worker in left if worker.num_stepping < worker.mixed_step_tokens]
-    mixed = [worker for f in pool.formats for group in pool.groups(Order.MIXED, f, share) for worker in group]
+    able = [worker for worker in left if worker.prompt_steps.num_tokens]
+    mixed = list(pool.walk(Order.MIXED, pool.formats, share))
     assert sorted(worker.key for worker in mixed) == sorted(worker.key for worker in able)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from router.policy.snapshot import Link, Snapshot
 from router.policy.worker_load import WorkerLoad
 from router.workers.page_index import PageIndex
 from tandem.core.identity import WorkerKey
+from tandem.core.step_times import PromptSteps
 
 PAGE = 32
 PROMPT = 640
@@ -80,11 +82,12 @@ def test_a_holder_among_more_than_are_looked_at_is_found() -> None:
 
 
 def test_what_little_is_left_is_computed_where_the_rest_lies() -> None:
-    decode = [load(f"d{number}", mixed_step_tokens=8) for number in range(3)]
+    decode = [load(f"d{number}", prompt_steps=PromptSteps(8)) for number in range(3)]
     route = choose(snapshot(decode=decode), facts({"d2": 608, "p0": 320}, mixed_pool_tokens=512))
     assert chosen(route) == (None, "d2", Why.PREFIX)
-    assert route.max_local_tokens == 512, "where the index was wrong, decode asks for a prefill worker"
-    slow = snapshot(decode=decode, prefill_tokens_per_s=5000.0, mixed_step_s=0.02)
+    assert route.max_local_tokens == 2 * (PROMPT - 608), "where the index was wrong, decode asks for a prefill worker"
+    slow_steps = [replace(each, prompt_steps=PromptSteps(8, 0.02, 0.0)) for each in decode]
+    slow = snapshot(decode=slow_steps, prefill_tokens_per_s=5000.0)
     elsewhere = choose(slow, facts({"d2": 608, "p0": 608}, mixed_pool_tokens=512))
     assert elsewhere.prefill == key("p0"), "its steps take longer than prefill and the way"
     urgent = choose(snapshot(decode=decode), facts({"d2": 608, "p0": 320}, mixed_pool_tokens=512, priority=-1))
@@ -163,8 +166,8 @@ def test_reading_costs_what_it_takes() -> None:
 def test_a_handoff_reads_nothing_at_decode() -> None:
     """No grant waits for a disk: what decode has there draws only prompts that it may compute by itself."""
     alone = {"mixed_pool_tokens": PROMPT}
-    able = [load(f"d{number}", mixed_step_tokens=64) for number in range(12)]
-    steps = {**reads(0.1), "mixed_step_s": 0.07}
+    able = [load(f"d{number}", prompt_steps=PromptSteps(64, 0.07)) for number in range(12)]
+    steps = reads(0.1)
     told = facts({}, stored={"d9": 608})
     assert chosen(choose(snapshot(decode=able, **steps), told))[1:] == ("d0", Why.LOAD)
     told = facts({}, stored={"d9": 608}, **alone)
@@ -176,10 +179,10 @@ def test_a_handoff_reads_nothing_at_decode() -> None:
 
 def test_a_slow_disk_makes_no_decode_worker_compute_what_is_too_long_for_it() -> None:
     """It would find that computing is sooner, and that it may not."""
-    able = [load(f"d{number}", mixed_step_tokens=64) for number in range(12)]
+    able = [load(f"d{number}", prompt_steps=PromptSteps(64, 0.005)) for number in range(12)]
     told = facts({}, stored={"d9": 608}, mixed_pool_tokens=64)
     for cost, is_alone in ((30.0, False), (0.1, True)):
-        route = choose(snapshot(decode=able, mixed_step_s=0.005, **reads(cost)), told)
+        route = choose(snapshot(decode=able, **reads(cost)), told)
         assert (route.prefill is None) == is_alone
 
 

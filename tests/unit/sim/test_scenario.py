@@ -34,7 +34,8 @@ def scenario_file(directory: Path, text: str) -> Path:
 @pytest.mark.parametrize("file", sorted(SCENARIOS.glob("*.yaml")), ids=lambda file: file.name)
 def test_shipped_scenarios_can_be_read(file: Path) -> None:
     shape = read_scenario(file).shape()
-    assert shape.prefill.num_workers > 1
+    assert shape.prefill.num_workers >= 1
+    assert shape.decode.limits.computes_prompts
 
 
 def test_a_scenario_is_a_time_model_too() -> None:
@@ -55,7 +56,8 @@ def test_keys_of_tandem_yaml_reach_the_schedulers(tmp_path: Path) -> None:
     shape = read_scenario(file).shape()
     assert (shape.decode.num_workers, shape.decode.num_pages, shape.kv_format.layout.page_size) == (3, 100, 64)
     assert (shape.decode.limits.chunk_size, shape.decode.limits.max_num_seqs) == (256, 17)
-    assert (shape.prefill.mixed_step_tokens, shape.decode.mixed_step_tokens) == (0, 12)
+    assert [pool.limits.computes_prompts for pool in (shape.prefill, shape.decode)] == [False, True]
+    assert shape.decode.limits.paced_tokens == 12
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,7 @@ def test_what_is_drawn_has_the_rate_and_the_lengths_that_were_asked_for(tmp_path
 
 
 def test_the_command_prints_and_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = scenario_file(tmp_path, "load: {requests: 20}")
+    file = scenario_file(tmp_path, "load: {requests: 20}\ntandem: {scheduling: {mixed_pool: false}}")
     assert main(["sim", "run", str(file), "--json", str(tmp_path / "found.json")]) == 0
     shown = capsys.readouterr().out
     assert "TTFT" in shown

@@ -81,10 +81,8 @@ def test_an_output_of_one_token_needs_no_decode() -> None:
 
 
 def test_decode_computes_short_prompts_where_prefill_is_busy() -> None:
-    limits = dataclasses.replace(LIMITS, paced_tokens=64)
-    mixed = dataclasses.replace(
-        SHAPE, decode=dataclasses.replace(SHAPE.decode, limits=limits, mixed_step_tokens=64), mixed_pool_tokens=64
-    )
+    limits = dataclasses.replace(LIMITS, computes_prompts=True)
+    mixed = dataclasses.replace(SHAPE, decode=dataclasses.replace(SHAPE.decode, limits=limits), mixed_pool_tokens=64)
     arrivals = [Arrival(0, 0.0, 2000, 4), *(Arrival(number, 0.01 * number, 32, 4) for number in range(1, 6))]
     world, outcomes = simulated(mixed, arrivals)
     alone = [one for one in outcomes if not one.prefill]
@@ -163,7 +161,7 @@ def test_whatever_comes_ends_and_leaves_nothing_behind(
     shape = dataclasses.replace(
         SHAPE,
         prefill=PoolShape(num_workers, prefill_pages, LIMITS),
-        decode=PoolShape(num_workers, decode_pages, LIMITS, mixed_step_tokens=32 if mixes else 0),
+        decode=PoolShape(num_workers, decode_pages, dataclasses.replace(LIMITS, computes_prompts=mixes)),
         mixed_pool_tokens=200 if mixes else 0,
     )
     simulated(shape, [Arrival(number, *one) for number, one in enumerate(asked)])
@@ -242,7 +240,7 @@ def test_steps_taken_at_once_change_nothing(seed: int, rate: float, num_pages: i
     """Whether the simulation takes the steps of a decode worker one by one or several at a time."""
     pools = {
         "prefill": dataclasses.replace(SHAPE.prefill, num_pages=num_pages),
-        "decode": PoolShape(2, num_pages, LIMITS, mixed_step_tokens=8),
+        "decode": PoolShape(2, num_pages, dataclasses.replace(LIMITS, computes_prompts=True)),
     }
     shape = dataclasses.replace(
         SHAPE, **pools, report_s=report_s, mixed_pool_tokens=60, times=Fitted(STEP_S, TOKEN_S, 1e-4, 1e-6)

@@ -127,31 +127,6 @@ def test_who_gives_way_rests_until_the_first_steps_are_taken(path: Path) -> None
         assert first.borrow() == 0
 
 
-def test_who_gives_way_lends_for_a_moment_and_who_has_nothing_to_compute_for_longer(path: Path) -> None:
-    with _joined(path, 1) as first, _joined(path, 1) as second:
-        assert second.num_spare() == 1
-        giving = _giving_way(first, second, 1)
-        assert (second.borrow(), second.num_spare()) == (1, 0)
-        second.took_first_steps(1)
-        giving.join(10)
-        first.borrow()
-        assert second.num_spare() == 0
-        first.rest(gives_way=True)
-        assert (second.borrow(), second.num_spare()) == (1, 0)
-        first.rest()
-        assert (second.borrow(), second.num_spare()) == (1, 1)
-
-
-def test_who_died_while_it_gave_way_has_nothing_to_compute(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with _joined(path, 1) as first, _joined(path, 1) as second:
-        first.borrow()
-        first.rest(gives_way=True)
-        assert second.num_spare() == 0
-        monkeypatch.setattr(core_shares, "_BUSY_NS", 1)  # it says so no more
-        first.rest(gives_way=True)
-        assert second.num_spare() == 1
-
-
 def test_nobody_rests_for_one_who_gains_nothing(path: Path) -> None:
     """One thread cannot be shared by two: neither gets it, nor is offered it."""
     with _joined(path, 1) as prefill, _joined(path, 1) as first, _joined(path, 1) as second:

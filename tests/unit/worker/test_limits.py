@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.core.config import from_dict
+from tandem.core.config import Config, from_dict
 from tandem.core.identity import Role
-from tandem.worker.limits import Site, max_num_seqs, mixed_step_tokens, num_to_pair, scheduler_limits
+from tandem.worker.limits import Site, max_num_seqs, num_to_pair, scheduler_limits
 
 
 def test_prompts_are_handed_off_in_twos_where_decode_has_a_core_to_give_and_no_prompts_of_its_own() -> None:
@@ -28,20 +28,19 @@ def test_elsewhere_they_are_handed_off_one_after_the_other(site: Site, mixed_poo
 
 
 @pytest.mark.parametrize(
-    ("site", "configured", "number"),
+    ("site", "mixed_pool", "computes"),
     [
-        (Site(Role.PREFILL, on_cpu=True), 0, 0),
-        (Site(Role.PREFILL, on_cpu=True), 16, 0),
-        (Site(Role.DECODE, on_cpu=True), 0, 8),
-        (Site(Role.DECODE, on_cpu=True), 16, 16),
-        (Site(Role.DECODE, on_cpu=False), 0, 0),
-        (Site(Role.DECODE, on_cpu=False), 16, 16),
+        (Site(Role.PREFILL, on_cpu=True), True, False),
+        (Site(Role.DECODE, on_cpu=True), True, True),
+        (Site(Role.DECODE, on_cpu=False), True, True),
+        (Site(Role.DECODE, on_cpu=False), False, False),
     ],
 )
-def test_only_decode_computes_prompts_beside_tokens(site: Site, configured: int, number: int) -> None:
-    config = from_dict({"scheduling": {"mixed_step_tokens": configured}})
-    assert mixed_step_tokens(config, site) == number
-    assert scheduler_limits(config, site, 0).paced_tokens == max(1, number)
+def test_only_decode_computes_prompts_beside_tokens_on_any_device(site: Site, mixed_pool: bool, computes: bool) -> None:
+    config = from_dict({"scheduling": {"mixed_step_tokens": 16, "mixed_pool": mixed_pool}})
+    assert scheduler_limits(config, site, 0).computes_prompts == computes
+    assert scheduler_limits(config, site, 0).paced_tokens == 16
+    assert scheduler_limits(Config(), site, 0).paced_tokens == 0, "bounded by time alone"
 
 
 def test_prompts_that_wait_for_decode_may_hold_a_share_of_prefills_pool_only() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tandem.core.pages import PagePool
 from tandem.core.sampling import SamplingParams
+from tandem.core.step_times import NO_PROMPTS, PromptSteps
 from tandem.worker.batch import Batch, SchedulerLimits
 from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.sequence import Sequence
@@ -32,11 +33,13 @@ class Worker:
     )
     numbers: Iterator[int] = field(default_factory=lambda: iter(range(1_000_000)))
 
-    def add(self, num_prompt: int, num_output: int, tpot_s: float, *, yields: bool = True) -> Sequence:
+    def add(
+        self, num_prompt: int, num_output: int, tpot_s: float, *, yields: bool = True, paced: bool = False
+    ) -> Sequence:
         number = next(self.numbers)
         sequence = Sequence(
             str(number), 1, 0, 0.0, number, [1] * num_prompt, num_prompt, SamplingParams(max_tokens=num_output),
-            yields=yields, tpot_s=tpot_s,
+            yields=yields, paced=paced, tpot_s=tpot_s,
         )  # fmt: skip
         self.scheduler.add(sequence)
         return sequence
@@ -45,8 +48,9 @@ class Worker:
         """The step, its time, and how many sequences it generated for."""
         batch = self.scheduler.schedule()
         rows = sum(item.sequence.is_decode for item in batch.items)
-        seconds = self.of_step_s + self.of_row_s * rows + self.of_token_s * batch.num_chunk_tokens
-        self.scheduler.budget.note(rows, batch.num_chunk_tokens, seconds)
+        num_tokens = batch.num_chunk_tokens + batch.num_paced_tokens
+        seconds = self.of_step_s + self.of_row_s * rows + self.of_token_s * num_tokens
+        self.scheduler.budget.note(rows, num_tokens, seconds)
         self.scheduler.apply(batch, [[7] for item in batch.items if item.samples])
         for item in batch.items:
             if item.samples and item.sequence.num_output >= item.sequence.params.max_tokens:
@@ -114,3 +118,49 @@ def test_where_nobody_asks_or_who_has_waited_enough_there_is_no_bound(tpot_s: fl
     worker.step()
     worker.add(2000, 2, tpot_s, yields=yields)
     assert worker.step()[0].num_chunk_tokens == CHUNK
+
+
+# ---- prompts beside tokens in clusters whose prefill workers compute most of them
+
+
+@given(st.floats(0.02, 0.3), st.integers(0, 40), st.integers(100, 4000), st.floats(1e-5, 2e-3), st.floats(0.002, 0.02))
+def test_a_paced_prompt_is_not_felt_from_its_first_step_on(
+    tpot_s: float, num_rows: int, num_prompt: int, of_token_s: float, of_step_s: float
+) -> None:
+    """Also while the worker knows nothing of its steps; prompts go on wherever the time can be kept at all."""
+    worker = Worker(of_step_s=of_step_s, of_token_s=of_token_s)
+    for _ in range(num_rows):
+        worker.add(PAGE, 5000, tpot_s).yields = False
+    while worker.scheduler.waiting or any(not one.is_decode for one in worker.scheduler.running):
+        worker.step()
+    prompts = [worker.add(num_prompt, 2, tpot_s, paced=True) for _ in range(3)]
+    num_steps = 0
+    floor_s = of_step_s + worker.of_row_s * (num_rows + 2) + of_token_s * PAGE
+    while not all(prompt.num_output for prompt in prompts):
+        batch, seconds, rows = worker.step()
+        num_steps += 1
+        assert rows >= num_rows, "nobody who generates is left out of a step"
+        assert seconds <= max(1.2 * tpot_s, 1.1 * floor_s)
+        assert batch.num_paced_tokens
+    room = (0.9 * tpot_s - floor_s) / of_token_s
+    each = min(CHUNK, max(PAGE, 0.7 * room))
+    assert num_steps <= 3 * num_prompt / each + 20, "but for the first ones, which try how many tokens there may be"
+
+
+def test_what_prompts_take_is_told_as_targets_leave_it() -> None:
+    worker = Worker()
+    assert worker.scheduler.prompt_steps() == NO_PROMPTS, "nobody wants prompts beside tokens"
+    worker.scheduler.limits = replace(LIMITS, computes_prompts=True)
+    assert worker.scheduler.prompt_steps() == PromptSteps(CHUNK), "nothing is known"
+    worker.learn()
+    for number, (tpot_s, num_tokens) in enumerate(((math.inf, CHUNK), (0.1, 198), (0.05, 84), (0.01, 0)), start=1):
+        worker.add(PAGE, 5000, tpot_s).yields = False
+        worker.step()
+        told = worker.scheduler.prompt_steps()
+        assert told.num_tokens == pytest.approx(num_tokens, abs=3)
+        assert told.step_s == pytest.approx(worker.of_step_s + worker.of_row_s * number, rel=0.05)
+        assert told.token_s == pytest.approx(worker.of_token_s, rel=0.05)
+    worker.scheduler.limits = replace(LIMITS, computes_prompts=True, paced_tokens=40)
+    for sequence in worker.scheduler.running[1:]:
+        worker.scheduler.pool.release(worker.scheduler.remove(sequence))
+    assert worker.scheduler.prompt_steps().num_tokens == 39, "an operator's bound holds whatever the time"

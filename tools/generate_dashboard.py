@@ -56,6 +56,7 @@ ROWS: dict[str, list[Panel]] = {
             "Time to first token", "s", "Arrival of a request to its first token.", _quantiles("tandem_ttft_seconds")
         ),
         Panel("Between two tokens", "s", "Of one choice.", _quantiles("tandem_itl_seconds")),
+        Panel("First to second token", "s", "Waits for a place count.", _quantiles("tandem_second_token_seconds")),
         Panel(
             "Requests that ended", "reqps", "By outcome.", {"{{outcome}}": _rate("tandem_requests_total", "outcome")}
         ),

@@ -80,6 +80,7 @@ class InFlightRequest:
         self._is_waiting = True
         self._first_token_s: list[float | None] = [None] * request.num_choices
         self._last_token_s: list[float | None] = [None] * request.num_choices
+        self._second_token_s: list[float | None] = [None] * request.num_choices
         context.budget.earn()
         context.load.came(request, context.turns.computed_share)
         self._turn = context.turns.join(request, inbox)
@@ -320,6 +321,9 @@ class InFlightRequest:
             self.context.load.gave_first(self.request, now_s - self.request.arrived_s)
         if gap_s is None:
             self._first_token_s[choice] = now_s
+        if (gap_s is not None or num_tokens > 1) and self._second_token_s[choice] is None:
+            self._second_token_s[choice] = now_s
+            metrics.second_token_s.observe(gap_s or 0.0)
         for _ in range(num_tokens - 1):  # they came early, so the client gets them in the same moment
             metrics.itl_s.observe(0.0)
         self._last_token_s[choice] = now_s
@@ -361,6 +365,9 @@ class InFlightRequest:
         if outcome == "finished":
             slowest_s = max((self._tpot_s(n) for n in range(self.request.num_choices)), default=0.0)
             self.context.load.ended(self.request, self.journal.num_tokens, slowest_s)
+            for second_s, last_s in zip(self._second_token_s, self._last_token_s, strict=True):
+                if second_s is not None and last_s is not None and last_s > second_s:
+                    self._turn.had_place(last_s - second_s)
         for reason, count in dropped.items():
             if reason == "disagreed":
                 metrics.disagreements.inc(count)

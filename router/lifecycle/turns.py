@@ -26,6 +26,7 @@ class Turns:
         self._under_way = UnderWay()
         # Of prompts that were begun: the share that was to be computed, as the newest count most.
         self._computed_share = 1.0
+        self._place_s = 0.0  # that a sequence keeps a place in decode's batch, as the newest count most; 0: not known
         # Invariant: has those that wait, by their entries in the queue.
         self._waiting: dict[Waiting, Turn] = {}
 
@@ -88,7 +89,7 @@ class Turns:
         if not self._queue.num_waiting:
             return
         room = self._room()
-        room = replace(room, tokens_per_s=room.tokens_per_s / self._computed_share)
+        room = replace(room, tokens_per_s=room.tokens_per_s / self._computed_share, place_s=self._place_s)
         while (entry := self._queue.first()) is not None:
             if not self._may_follow(entry, room):
                 entry = self._queue.first(oldest=False)
@@ -98,7 +99,7 @@ class Turns:
             self._waiting.pop(entry).come(self._under_way)
 
     def _may_follow(self, entry: Waiting, room: Room) -> bool:
-        return self._under_way.may_follow(entry.num_tokens, entry.num_sequences, room, entry.turn)
+        return self._under_way.may_follow(entry.num_tokens, entry.num_sequences, room, entry.turn, entry.tpot_s)
 
     def leave(self, turn: Turn) -> None:
         """The request has ended."""
@@ -108,6 +109,10 @@ class Turns:
     def note_computed(self, num_tokens: int, num_cached_tokens: int) -> None:
         share = max(1, num_tokens - num_cached_tokens) / max(1, num_tokens)
         self._computed_share += _WEIGHT * (share - self._computed_share)
+
+    def note_place(self, seconds: float) -> None:
+        """A sequence has had a place in decode's batch for so long."""
+        self._place_s += (_WEIGHT if self._place_s else 1.0) * (seconds - self._place_s)
 
     def charge(self, turn: Turn, num_tokens: int) -> None:
         self._queue.charge(turn.entry, num_tokens)
@@ -128,6 +133,7 @@ class Turn:
             arrived_s=request.arrived_s,
             num_tokens=len(request.prompt_ids),
             num_sequences=0 if request.pools else request.num_choices,
+            tpot_s=request.targets.tpot_s if request.targets is not None else 0.0,
         )
         self.has_come = False
         self._turns, self._inbox = turns, inbox
@@ -161,6 +167,10 @@ class Turn:
     def charge(self, num_tokens: int) -> None:
         """So many tokens were given out."""
         self._turns.charge(self, num_tokens)
+
+    def had_place(self, seconds: float) -> None:
+        """A sequence of it has ended that generated for so long."""
+        self._turns.note_place(seconds)
 
     def end(self) -> None:
         """It has ended, whether its turn had come or not."""

@@ -7,8 +7,9 @@ running idle:
 - *Prompts*: fewer are placed and not begun than two for each worker that computes prompts, or they have fewer tokens
   than these compute in a quarter of a second. That covers the way of a message there and back many times. Prompts
   behind which it does not have to wait there do not count: long ones have later turns (`tandem.worker.turn`).
-- *Places*: not more sequences are under way than decode's batches hold, and a quarter more, whose prompts are computed
-  while they wait for a place.
+- *Places*: not more sequences are under way than decode's batches hold, and as many more as leave their places until
+  one that is placed now has its first token, and a time per token later. Who gets its first token sooner would wait for
+  the second; who gets it later leaves a place empty.
 - *Pages*: where no decode worker has room for the prompt, not more than two for each wait there for pages.
 
 Several routers divide the places evenly, and one takes besides what the others leave of theirs: connections may lie
@@ -25,7 +26,6 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 
 _AHEAD, _AHEAD_S = 2, 0.25
-_PLACES = 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ class Room:
         most_pages: that one decode worker has for another request.
         page_size: tokens in a page.
         num_routers: that share the workers.
+        place_s: that a sequence keeps its place, on average; 0: not known yet.
     """
 
     num_computing: int
@@ -49,6 +50,11 @@ class Room:
     most_pages: int
     page_size: int
     num_routers: int = 1
+    place_s: float = 0.0
+
+    def num_left_in(self, seconds: float) -> float:
+        """How many sequences leave their places within this time, while all places are taken."""
+        return self.num_places * seconds / self.place_s if self.place_s else 0.0
 
 
 def places_of_one(num_places: int, num_routers: int, num_others: int) -> float:
@@ -68,12 +74,15 @@ class UnderWay:
     num_ungranted: int = 0  # requests that wait for pages at decode
     turns_ahead: list[float] = field(default_factory=list)  # of those ahead, their turns at workers; sorted
 
-    def may_follow(self, num_tokens: int, num_sequences: int, room: Room, turn: float = math.inf) -> bool:
+    def may_follow(
+        self, num_tokens: int, num_sequences: int, room: Room, turn: float = math.inf, tpot_s: float = 0.0
+    ) -> bool:
         """Whether a request with such a prompt is placed now.
 
         Args:
             num_sequences: 0 where no decode worker serves it.
             turn: of its prompt at a worker.
+            tpot_s: in which it wants its second token after the first.
         """
         if not self.num_requests or not room.num_computing or (num_sequences and not room.num_decode):
             return True  # without workers it is to find that out
@@ -82,10 +91,17 @@ class UnderWay:
             return False
         if not num_sequences:
             return True
-        if self.num_sequences + num_sequences > math.ceil(_PLACES * room.num_places):
+        num_left = room.num_left_in(self._first_token_in_s(num_tokens, room) + tpot_s)
+        if self.num_sequences + num_sequences > math.ceil(room.num_places + num_left):
             return False
         has_pages = num_tokens <= room.most_pages * room.page_size
         return has_pages or self.num_ungranted < math.ceil(_AHEAD * room.num_decode * share)
+
+    def _first_token_in_s(self, num_tokens: int, room: Room) -> float:
+        """Of one that is placed now, by the prompts that go before it, its own, and the speed of prefill."""
+        if not room.tokens_per_s:
+            return 0.0
+        return (self.tokens_ahead / (room.num_computing / room.num_routers) + num_tokens) / room.tokens_per_s
 
     def has_enough_ahead(self, room: Room, turn: float = math.inf) -> bool:
         """Whether prompts are placed and not begun that keep all workers busy which compute prompts, and that go before

@@ -197,7 +197,7 @@ class SchedulingConfig:
 
     max_num_seqs: int = _key(
         0, "The most sequences in one batch; 0: as many as have room for 256 tokens each, but 64 at least and 256 at "
-        "most. Lower it for a lower TPOT under load; what is beyond waits for a place after its first token.",
+        "most. Lower it for a lower TPOT under load; what is beyond waits for a place before its first token.",
         minimum=0,
     )
     max_num_batched_tokens: int = _key(

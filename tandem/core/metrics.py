@@ -39,6 +39,9 @@ class RouterMetrics:
         )
         self.ttft_s = histogram("tandem_ttft_seconds", "Arrival of a request to its first token", _SLOW_S)
         self.itl_s = histogram("tandem_itl_seconds", "Gap between two tokens of one choice", _FAST_S)
+        self.second_token_s = histogram(
+            "tandem_second_token_seconds", "First to second token of a choice, which may wait for a place", _SLOW_S
+        )
         self.request_s = histogram("tandem_request_seconds", "Arrival of a request to its end", _SLOW_S)
         self.phase_s = histogram(
             "tandem_request_phase_seconds", "Time of a request in each phase; the phases add up", _SLOW_S, "phase"

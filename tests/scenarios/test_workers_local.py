@@ -188,16 +188,38 @@ async def test_all_choices_may_end_with_their_first_token(pair: WorkerPair, orac
 # ---- what happens meanwhile
 
 
-@pytest.mark.parametrize(("attempt", "num_steps"), [(1, 5), (2, 2)], ids=["a new prompt", "after a loss"])
-async def test_a_new_prompt_takes_little_of_each_step_and_a_retrys_takes_what_it_needs(
+@pytest.mark.parametrize(("attempt", "num_steps"), [(1, 3), (2, 2)], ids=["a new prompt", "after a loss"])
+async def test_a_new_prompt_takes_what_steps_may_have_and_a_retrys_takes_what_it_needs(
     pair: WorkerPair, oracle: Oracle, attempt: int, num_steps: int
 ) -> None:
+    old = pair.limit(pair.decode, paced_tokens=20)
+    try:
+        async with Router(pair) as router:
+            with Gate(pair.decode.parts.engine, "forward", first=sys.maxsize) as steps:
+                ask = Ask(prompt_of(60, seed=40 + attempt), greedy(1), attempt=attempt, local=ALL)
+                (outcome,) = await router.ask(ask)
+                assert outcome.ids() == oracle.greedy(ask.prompt, 1)
+            assert steps.num_calls == num_steps
+    finally:
+        pair.decode.parts.scheduler.limits = old
+
+
+async def test_a_long_prompt_is_computed_beside_tokens_in_steps_that_keep_their_time(
+    pair: WorkerPair, oracle: Oracle
+) -> None:
+    """The first step has few of its tokens; then the worker knows what it may take."""
+    long = prompt_of(450, seed=77)
     async with Router(pair) as router:
-        with Gate(pair.decode.parts.engine, "forward", first=sys.maxsize) as steps:
-            ask = Ask(prompt_of(60, seed=40 + attempt), greedy(1), attempt=attempt, local=ALL)
-            (outcome,) = await router.ask(ask)
-            assert outcome.ids() == oracle.greedy(ask.prompt, 1)
-        assert steps.num_calls == num_steps
+        with Gate(pair.decode.parts.engine, "forward", first=1) as generating:
+            elder = await router.begin(Ask(prompt_of(20), greedy(200)))
+            await generating.wait()
+            younger = await router.reserve(Ask(long, greedy(5), local=ALL))
+            generating.open()
+            outcome = await router.finish(younger)
+        assert outcome.ids() == oracle.greedy(long, 5)
+        assert (await router.finish(elder)).ids() == oracle.greedy(prompt_of(20), 200)
+    told = pair.decode.parts.read_status().prompt_steps
+    assert told.num_tokens > 0
 
 
 @pytest.mark.parametrize("params", [greedy(60), SamplingParams(max_tokens=60, seed=3, ignore_eos=True)])

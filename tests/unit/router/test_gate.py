@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import replace
 from itertools import count
+from random import Random
 
 import pytest
 
@@ -44,10 +46,75 @@ def test_before_the_speed_is_known_their_number_counts() -> None:
     assert not may_follow(UnderWay(num_requests=4, num_ahead=4), replace(ROOM, tokens_per_s=0.0))
 
 
-def test_a_quarter_more_than_decode_has_places() -> None:
-    assert may_follow(UnderWay(num_requests=79, num_sequences=79))
-    assert not may_follow(UnderWay(num_requests=80, num_sequences=80))
+def test_as_many_as_decode_has_places_and_as_leave_theirs_until_the_second_token() -> None:
+    """Of 64 sequences that stay for 8 seconds one leaves every eighth of a second."""
+    unknown, known = ROOM, replace(ROOM, place_s=8.0)
+
+    def most(room: Room, *, tokens: int = 100, ahead: int = 0, tpot_s: float = 0.0) -> int:
+        numbers = range(64, 200)
+        at = [UnderWay(num_requests=n, num_sequences=n, tokens_ahead=ahead, num_ahead=ahead > 0) for n in numbers]
+        may = [n for n, u in zip(numbers, at, strict=True) if u.may_follow(tokens, 1, room, tpot_s=tpot_s)]
+        return 1 + max(may, default=63)
+
+    assert most(unknown, tokens=4000) == 64
+    assert not may_follow(UnderWay(num_requests=64, num_sequences=64), unknown)
+    assert most(known, tokens=1000) == 64 + 8, "its first token comes in a second"
+    assert most(known, tokens=1000, ahead=2000) == 64 + 16, "two workers compute what is ahead in another second"
+    assert most(known, tokens=1000, tpot_s=0.25) == 64 + 10
+    assert most(replace(known, tokens_per_s=0.0), tokens=1000, tpot_s=0.25) == 64 + 2
     assert may_follow(UnderWay(num_requests=80, num_sequences=80), sequences=0), "pooled: decode has nothing to do"
+
+
+@pytest.mark.parametrize(
+    ("prompt_s", "place_s", "num_places"),
+    [(0.02, 4.0, 64), (0.1, 4.0, 64), (0.2, 1.0, 8), (0.01, 20.0, 64), (0.5, 2.0, 4)],
+)
+def test_places_are_neither_waited_for_nor_empty(prompt_s: float, place_s: float, num_places: int) -> None:
+    """Of 400 requests that come at once, in virtual time: one prefill worker, and batches that are soon full."""
+    tpot_s = place_s / 50
+    gaps, took_s = served(400, prompt_s, place_s, num_places, tpot_s)
+    warm = gaps[2 * num_places :]  # before that it is not known how long sequences stay
+    assert sum(warm) / len(warm) <= 2 * tpot_s + prompt_s / 2
+    ideal_s = 400 * max(prompt_s, place_s / num_places)
+    assert took_s <= 1.15 * ideal_s + place_s + prompt_s
+
+
+def served(num: int, prompt_s: float, place_s: float, num_places: int, tpot_s: float) -> tuple[list[float], float]:
+    """From first to second token of each, in their order, and when all have ended."""
+    rng, now_s, numbers = Random(1), 0.0, count()
+    events: list[tuple[float, int, str, int]] = []
+    under_way, mean_s, num_free = UnderWay(), 0.0, num_places
+    at_prefill, for_a_place, first_s, stayed_s = deque[int](), deque[int](), dict[int, float](), dict[int, float]()
+    gaps, to_come, is_computing = dict[int, float](), deque(range(num)), False
+    while True:
+        room = Room(1, 100 / prompt_s, 1, num_places, 10**6, 16, place_s=mean_s)
+        while to_come and under_way.may_follow(100, 1, room, tpot_s=tpot_s):
+            at_prefill.append(to_come.popleft())
+            under_way.num_requests += 1
+            under_way.num_sequences += 1
+            under_way.num_ahead += 1
+            under_way.tokens_ahead += 100
+        if at_prefill and not is_computing:
+            is_computing = True
+            under_way.num_ahead -= 1
+            under_way.tokens_ahead -= 100
+            heapq.heappush(events, (now_s + prompt_s, next(numbers), "computed", at_prefill.popleft()))
+        while for_a_place and num_free:
+            one, num_free = for_a_place.popleft(), num_free - 1
+            gaps[one], stays_s = now_s - first_s[one], place_s * rng.uniform(0.5, 1.5)
+            stayed_s[one] = stays_s
+            heapq.heappush(events, (now_s + stays_s, next(numbers), "ended", one))
+        if not events:
+            return [gaps[one] for one in range(num)], now_s
+        now_s, _, what, one = heapq.heappop(events)
+        if what == "computed":
+            is_computing, first_s[one] = False, now_s
+            for_a_place.append(one)
+        else:
+            mean_s += (1 / 16 if mean_s else 1.0) * (stayed_s[one] - mean_s)
+            num_free += 1
+            under_way.num_requests -= 1
+            under_way.num_sequences -= 1
 
 
 def test_without_room_two_wait_for_pages() -> None:
@@ -139,7 +206,7 @@ def test_connections_that_all_lie_with_one_router_use_all_places() -> None:
 def test_who_had_more_than_its_share_gives_it_back() -> None:
     routers = Routers({"a": 30}, {})
     routers.run(20)
-    assert routers.num_placed == [20, 0], "a quarter more than there are places"
+    assert routers.num_placed == [16, 0], "as many as there are places"
     routers.wait(1, "b", 30)
     routers.run(20)
     assert all(8 <= num <= 13 for num in routers.num_placed), routers.num_placed

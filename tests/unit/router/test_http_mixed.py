@@ -49,6 +49,8 @@ def test_a_prompt_behind_a_long_one_is_computed_at_decode(mixed: Site, stream: b
     assert metrics['tandem_local_prefills_total{reason="mixed_pool"}'] == 1
     assert metrics.get('tandem_local_prefills_total{reason="recovery"}', 0) == 0
     assert metrics["tandem_prompt_tokens_recomputed_total"] == 0
+    assert metrics["tandem_second_token_seconds_count"] == 1, "once for each choice of several tokens"
+    assert metrics["tandem_itl_seconds_count"] == 4
 
 
 def test_it_is_off_by_one_key(make_site: MakeSite) -> None:

@@ -452,7 +452,7 @@ class DecodeRole:
         took_s = self._clock.now() - self._step_began_s
         if self._num_generating is not None:
             num_tokens = batch.num_chunk_tokens + batch.num_paced_tokens
-            self._scheduler.budget.note(self._num_generating, num_tokens, took_s)
+            self._scheduler.note_step(self._num_generating, num_tokens, took_s)
             self._counters.prompt_steps = self._scheduler.prompt_steps()
         self._counters.num_steps += 1
         self._counters.busy_s += took_s

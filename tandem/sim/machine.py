@@ -128,7 +128,7 @@ class Machine:
 
     def _end(self, batch: Batch, num_rows: int, seconds: float) -> None:
         if self._limits.computes_prompts:
-            self._scheduler.budget.note(num_rows, batch.num_chunk_tokens + batch.num_paced_tokens, seconds)
+            self._scheduler.note_step(num_rows, batch.num_chunk_tokens + batch.num_paced_tokens, seconds)
         self._scheduler.apply(batch, [[TOKEN] for item in batch.items if item.samples])
         self._on_step(self, batch)
         self._turn()
@@ -166,7 +166,7 @@ class Machine:
         self._note(num, num * len(running), num * len(running), ends_s[-1] - self._began_s)
         if self._limits.computes_prompts:
             for began_s, end_s in pairwise((self._began_s, *ends_s)):
-                self._scheduler.budget.note(len(running), 0, end_s - began_s)
+                self._scheduler.note_step(len(running), 0, end_s - began_s)
         self._on_quiet(self, running, ends_s)
 
     def _settle(self) -> None:

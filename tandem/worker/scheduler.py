@@ -12,7 +12,7 @@ chunk of a long prompt that does not end with the step. While many prompts wait,
 
 **Roles.** A prefill worker adds prompts only, so its phase 2 is empty. A decode worker adds admitted handoffs. Its
 chunks are replay, after a preemption or of a journal, and *paced* prompts. Chunks of a paced prompt are as large as
-leaves all who wait for the step the time per token that they want (`StepBudget`).
+leaves all who wait for the step the time per token that they want (`PromptRoom`).
 
 **Preemption.** When pages run out, the last sequence in the order (`Sequence.order`) gives up its pages and waits to be
 replayed. The first sequence in the order is never preempted. So it always ends, and then the next one is the first.
@@ -41,6 +41,7 @@ from tandem.core.pages import PagePool, page_table, pages_for
 from tandem.core.step_times import NO_PROMPTS, PromptSteps
 from tandem.core.tiers import PageTiers
 from tandem.worker.batch import NO_TOKENS, Batch, ScheduledSequence, SchedulerLimits
+from tandem.worker.prompt_room import PromptRoom
 from tandem.worker.sequence import Sequence
 from tandem.worker.step_budget import StepBudget
 
@@ -89,8 +90,9 @@ class BatchScheduler:
         self._copied: list[int] = []
         # What keeps pages that the pool evicts; `None`: nothing does.
         self.tiers: PageTiers | None = None
-        # How long steps take; bounds the chunks of prompts that yield.
+        # How long steps take: bounds the chunks of prompts that yield, and of paced ones.
         self.budget = StepBudget()
+        self.prompt_room = PromptRoom()
 
     # -- coming and going
 
@@ -237,6 +239,12 @@ class BatchScheduler:
                 sequence.token_ids.extend(following)
                 num_to_publish -= self._publish(item, num_to_publish)
 
+    def note_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+        """A step that generated for so many sequences, and computed so many tokens of prompts, took so long."""
+        self.budget.note(num_rows, num_tokens, seconds)
+        if self.limits.computes_prompts:
+            self.prompt_room.note(num_rows, num_tokens, seconds)
+
     def abandon(self) -> None:
         """The step has failed, and computes nothing any more."""
         with self.lock:
@@ -279,8 +287,9 @@ class BatchScheduler:
         """Tokens of paced prompts that the step has room for. The first prompt always gets a page, so that it ends."""
         if batch.most_paced is None:
             num_rows = sum(item.sequence.is_decode for item in batch.items)
-            most = self.budget.careful_tokens(num_rows, self.wanted_step_s)
-            batch.most_paced = min(most, self._most_paced(num_rows))
+            batch.most_paced = self.prompt_room.tokens(
+                num_rows, max(1, self.num_prompts), self.wanted_step_s, self._most_paced(num_rows)
+            )
         room = max(0, batch.most_paced - batch.num_paced_tokens - batch.num_chunk_tokens)
         return room if batch.num_paced_tokens else max(room, self.pool.page_size)
 
@@ -288,6 +297,11 @@ class BatchScheduler:
     def wanted_step_s(self) -> float:
         """In which all who run want a step to end: also prompts, as others in their place soon will."""
         return min((sequence.tpot_s for sequence in self.running), default=math.inf)
+
+    @property
+    def num_prompts(self) -> int:
+        """That are computed beside what generates, or wait for that."""
+        return sum(sequence.paced and not sequence.is_decode for sequence in (*self.running, *self.waiting))
 
     def _most_paced(self, num_rows: int) -> int:
         """Tokens of paced prompts beside so many sequences that generate, whatever the time."""
@@ -300,7 +314,9 @@ class BatchScheduler:
         if not self.limits.computes_prompts:
             return NO_PROMPTS
         num_rows = sum(sequence.is_decode for sequence in self.running)
-        return self.budget.prompt_steps(num_rows, self.wanted_step_s, self._most_paced(num_rows))
+        return self.prompt_room.steps(
+            num_rows, 1 + self.num_prompts, self.wanted_step_s, self._most_paced(num_rows)
+        )
 
     def _give_pages(self, batch: Batch, sequence: Sequence) -> bool:
         """Give a waiting sequence pages for all its tokens, cached ones first; or no page at all."""

@@ -10,24 +10,18 @@ tokens by the wanted time per token is Sarathi-Serve's (Agrawal et al., OSDI 202
 
 from __future__ import annotations
 
-import math
-
-from tandem.core.step_times import PromptSteps
-
 _FORGETTING = 0.98
 # Below so many steps with prompts nothing is known, and nothing is bounded.
 _FEWEST = 8
 # A step that took so many times what was expected was held up by something else.
 _HELD_UP = 4.0
 # Of the time that is to be kept: steps are not all alike.
-_SHARE = 0.9
+SHARE = 0.9
 # Units in which the three parts are of a like size.
 _ROWS, _TOKENS = 16.0, 128.0
 _MOST_DOUBT = 1e6
 # Steps without prompts that are like the one before teach little: one of so many is taken.
 _ALIKE = 16
-# Tokens of a prompt in the first step that has some, and how many times as many the next may have.
-_FIRST_TOKENS, _GROWTH = 16, 2
 
 _Vector = tuple[float, float, float]
 
@@ -40,17 +34,12 @@ class StepBudget:
         self._doubt = [[1e4 * (i == j) for j in range(3)] for i in range(3)]
         self._num_with_prompts = 0
         self._num_rows, self._num_alike = -1, 0  # of the newest step without prompts; how many like it were left out
-        # Of the steps with prompts, tokens of these and seconds: of the newest one, and of the one that had most.
-        self._newest = self._fullest = (0, 0.0)
 
     def note(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """A step that generated for `num_rows` sequences, and computed `num_tokens` tokens of prompts."""
         if seconds <= 0 or self._is_alike(num_rows, num_tokens):
             return
-        if num_tokens:
-            self._num_with_prompts += 1
-            self._newest = num_tokens, seconds
-            self._fullest = max(self._fullest, self._newest)
+        self._num_with_prompts += num_tokens > 0
         expected = self.seconds(num_rows, num_tokens)
         if self._num_with_prompts >= _FEWEST and expected > 0:
             seconds = min(seconds, _HELD_UP * expected)
@@ -89,29 +78,4 @@ class StepBudget:
         of_token = self._parts[2] / _TOKENS
         if self._num_with_prompts < _FEWEST or of_token <= 0:
             return None
-        return max(0, int((_SHARE * target_s - self.seconds(num_rows, 0)) / of_token))
-
-    def careful_tokens(self, num_rows: int, target_s: float) -> int:
-        """As `most_tokens`, for prompts that others must not feel: more than a step has had already only as far as that
-        one's time allows. While nothing is known the newest step says how many there may be; the first one has few."""
-        if not self._num_with_prompts:
-            return _FIRST_TOKENS
-        is_known = self._num_with_prompts >= _FEWEST
-        num_tokens, seconds = self._fullest if is_known else self._newest
-        # As if all of its time grew with the tokens: so that it takes less.
-        limit = int(num_tokens * min(_GROWTH, _SHARE * target_s / seconds))
-        if not is_known:
-            return limit if seconds <= _SHARE * target_s else min(limit, _FIRST_TOKENS)
-        most = self.most_tokens(num_rows, target_s) if target_s < math.inf else None
-        return max(limit, num_tokens) if most is None else min(most, max(limit, num_tokens))
-
-    def prompt_steps(self, num_rows: int, target_s: float, most: int) -> PromptSteps:
-        """What prompts take here beside `num_rows` sequences of which the most urgent wants a token each `target_s`;
-        `most`: tokens of prompts in a step, whatever the time."""
-        of_token_s = self._parts[2] / _TOKENS
-        if self._num_with_prompts < _FEWEST or of_token_s <= 0:
-            return PromptSteps(most)
-        num_tokens = self.most_tokens(num_rows, target_s) if target_s < math.inf else None
-        return PromptSteps(
-            most if num_tokens is None else min(most, num_tokens), self.seconds(num_rows, 0), of_token_s
-        )
+        return max(0, int((SHARE * target_s - self.seconds(num_rows, 0)) / of_token))

@@ -50,7 +50,7 @@ class Worker:
         rows = sum(item.sequence.is_decode for item in batch.items)
         num_tokens = batch.num_chunk_tokens + batch.num_paced_tokens
         seconds = self.of_step_s + self.of_row_s * rows + self.of_token_s * num_tokens
-        self.scheduler.budget.note(rows, num_tokens, seconds)
+        self.scheduler.note_step(rows, num_tokens, seconds)
         self.scheduler.apply(batch, [[7] for item in batch.items if item.samples])
         for item in batch.items:
             if item.samples and item.sequence.num_output >= item.sequence.params.max_tokens:
@@ -129,6 +129,7 @@ def test_a_paced_prompt_is_not_felt_from_its_first_step_on(
 ) -> None:
     """Also while the worker knows nothing of its steps; prompts go on wherever the time can be kept at all."""
     worker = Worker(of_step_s=of_step_s, of_token_s=of_token_s)
+    worker.scheduler.limits = replace(LIMITS, computes_prompts=True)
     for _ in range(num_rows):
         worker.add(PAGE, 5000, tpot_s).yields = False
     while worker.scheduler.waiting or any(not one.is_decode for one in worker.scheduler.running):
@@ -140,7 +141,7 @@ def test_a_paced_prompt_is_not_felt_from_its_first_step_on(
         batch, seconds, rows = worker.step()
         num_steps += 1
         assert rows >= num_rows, "nobody who generates is left out of a step"
-        assert seconds <= max(1.2 * tpot_s, 1.1 * floor_s)
+        assert seconds <= max(1.1 * tpot_s, 1.1 * floor_s)
         assert batch.num_paced_tokens
     room = (0.9 * tpot_s - floor_s) / of_token_s
     each = min(CHUNK, max(PAGE, 0.7 * room))
@@ -152,15 +153,21 @@ def test_what_prompts_take_is_told_as_targets_leave_it() -> None:
     assert worker.scheduler.prompt_steps() == NO_PROMPTS, "nobody wants prompts beside tokens"
     worker.scheduler.limits = replace(LIMITS, computes_prompts=True)
     assert worker.scheduler.prompt_steps() == PromptSteps(CHUNK), "nothing is known"
-    worker.learn()
-    for number, (tpot_s, num_tokens) in enumerate(((math.inf, CHUNK), (0.1, 198), (0.05, 84), (0.01, 0)), start=1):
-        worker.add(PAGE, 5000, tpot_s).yields = False
+    worker.add(PAGE, 5000, 1.0).yields = False
+    for _ in range(20):
         worker.step()
+    for _ in range(8):
+        worker.add(4000, 2, 1.0, paced=True)
+    while any(not one.is_decode for one in worker.scheduler.running) or worker.scheduler.waiting:
+        worker.step()
+    for _ in range(20):
+        worker.step()
+    for tpot_s, num_tokens in ((math.inf, CHUNK), (0.1, 198), (0.05, 86), (0.01, 0)):
+        worker.scheduler.running[0].tpot_s = tpot_s
         told = worker.scheduler.prompt_steps()
-        assert told.num_tokens == pytest.approx(num_tokens, abs=3)
-        assert told.step_s == pytest.approx(worker.of_step_s + worker.of_row_s * number, rel=0.05)
-        assert told.token_s == pytest.approx(worker.of_token_s, rel=0.05)
+        assert told.num_tokens == pytest.approx(num_tokens, abs=6)
+        assert told.step_s == pytest.approx(worker.of_step_s + worker.of_row_s, rel=0.05)
+        assert told.token_s == pytest.approx(worker.of_token_s if num_tokens else 0, rel=0.1)
+    worker.scheduler.running[0].tpot_s = 1.0
     worker.scheduler.limits = replace(LIMITS, computes_prompts=True, paced_tokens=40)
-    for sequence in worker.scheduler.running[1:]:
-        worker.scheduler.pool.release(worker.scheduler.remove(sequence))
     assert worker.scheduler.prompt_steps().num_tokens == 39, "an operator's bound holds whatever the time"

@@ -1,0 +1,105 @@
+"""How many tokens of prompts a step has beside what it generates, so that all together wait least. Pure.
+
+A worker learns it from its own steps: what one takes that has no prompts, and what so many tokens of prompts add. That
+need not be in proportion: a step that reads the weights for few sequences computes some tokens for nothing, and up to
+how many depends on the processor. So what they add is kept by their number, and between two numbers taken as a line.
+
+Of the numbers that leave all who wait for the step the time per token that they want, the one is taken with which a
+token of a prompt delays all together least: the step itself delays the prompts that wait, and as many that will have
+come behind them; what the tokens add delays them and each who generates. Where tokens add in proportion that is as many
+as there may be, where some are free it is these, and where many prompts wait it is more.
+
+Reference: the budget of tokens by the wanted time per token is Sarathi-Serve's (Agrawal et al., OSDI 2024), which
+profiles it beforehand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from tandem.core.step_times import PromptSteps
+from tandem.worker.step_budget import SHARE, StepBudget
+
+# Tokens of a prompt in the first step that has some; more than was tried is tried by so many times at once.
+_FIRST_TOKENS, _GROWTH = 16, 2
+_WEIGHT = 1 / 8  # of the newest step
+# A step that takes more times what was expected counts as one of so many.
+_HELD_UP = 2.0
+
+_Point = tuple[float, float]
+"""Tokens of prompts, and the seconds that they add."""
+
+
+class PromptRoom:
+    """Learns from steps; asked by the scheduler."""
+
+    def __init__(self) -> None:
+        self._plain = StepBudget()  # of steps without prompts
+        # Of steps whose numbers of tokens of prompts have so many binary digits, the mean as the newest count most.
+        self._added: dict[int, _Point] = {}
+
+    def note(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+        """A step that generated for `num_rows` sequences, and computed `num_tokens` tokens of prompts."""
+        if not num_tokens:
+            self._plain.note(num_rows, 0, seconds)
+            return
+        plain_s, size = self._plain.seconds(num_rows, 0), num_tokens.bit_length()
+        known = self._added.get(size)
+        if known is None:
+            self._added[size] = float(num_tokens), max(0.0, seconds - plain_s)
+            return
+        added_s = max(0.0, min(seconds, _HELD_UP * (plain_s + known[1])) - plain_s)
+        tokens, mean_s = known
+        self._added[size] = tokens + _WEIGHT * (num_tokens - tokens), mean_s + _WEIGHT * (added_s - mean_s)
+
+    def tokens(self, num_rows: int, num_prompts: int, target_s: float, most: int) -> int:
+        """Of prompts, for a step that generates for `num_rows` sequences while `num_prompts` are to be computed, and
+        that is to take `target_s` at most; `most`: whatever the time."""
+        return int(self._best(num_rows, num_prompts, target_s, most)[0])
+
+    def steps(self, num_rows: int, num_prompts: int, target_s: float, most: int) -> PromptSteps:
+        """What prompts would take in such steps."""
+        if not self._added:
+            return PromptSteps(most)
+        tokens, added_s = self._best(num_rows, num_prompts, target_s, most)
+        num_tokens = int(tokens)
+        return PromptSteps(num_tokens, self._plain.seconds(num_rows, 0), added_s / tokens if num_tokens else 0.0)
+
+    def _best(self, num_rows: int, num_prompts: int, target_s: float, most: int) -> _Point:
+        """Where a token of a prompt delays all together least."""
+        if not self._added:
+            return min(_FIRST_TOKENS, most), 0.0
+        plain_s = self._plain.seconds(num_rows, 0)
+        points = [point for point in self._points(plain_s, target_s, most) if point[0] >= 1]
+
+        def delay(point: _Point) -> tuple[float, float]:
+            tokens, added_s = point
+            return (2 * num_prompts * (plain_s + added_s) + num_rows * added_s) / tokens, -tokens
+
+        return min(points, key=delay, default=(0.0, 0.0))
+
+    def _points(self, plain_s: float, target_s: float, most: int) -> Iterator[_Point]:
+        """What was tried, as far as it leaves the time and is no more than `most`; where that ends; and what is to be
+        tried next."""
+        left_s = SHARE * target_s - plain_s
+        tokens, added_s, slope = 0.0, 0.0, 0.0
+        for size in sorted(self._added):
+            next_tokens, next_s = self._added[size]
+            next_s = max(added_s, next_s)
+            slope = (next_s - added_s) / (next_tokens - tokens)
+            if next_s > left_s or next_tokens > most:
+                fits = (left_s - added_s) / slope if slope else math.inf
+                end = min(tokens + fits, float(most))
+                if not plain_s and not tokens:  # what a step takes by itself is within what its tokens seem to add
+                    end = min(end, float(_FIRST_TOKENS))
+                if end > tokens:
+                    yield end, added_s + slope * (end - tokens)
+                return
+            tokens, added_s = next_tokens, next_s
+            yield tokens, added_s
+        # As if all of the step's time grew with its tokens: so that it takes less.
+        growth = min(_GROWTH, SHARE * target_s / (plain_s + added_s)) if plain_s + added_s else _GROWTH
+        end = min(tokens * growth, float(most))
+        if end > tokens:
+            yield end, added_s + slope * (end - tokens)

@@ -1,0 +1,106 @@
+"""A worker learns with how many tokens of prompts in a step all together wait least."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.worker.prompt_room import PromptRoom
+
+StepS = Callable[[int, int], float]
+"""Of a step for so many sequences with so many tokens of prompts."""
+
+
+def in_proportion(step_s: float, row_s: float, token_s: float) -> StepS:
+    return lambda rows, tokens: step_s + row_s * rows + token_s * tokens
+
+
+def bound_by_reading(overhead_s: float, read_s: float, token_s: float) -> StepS:
+    """Whichever takes longer: to read the weights, or to compute the tokens."""
+    return lambda rows, tokens: overhead_s + max(read_s, token_s * (rows + tokens))
+
+
+def learn(room: PromptRoom, step_s: StepS, rows: int, target_s: float, *, prompts: int = 1, noise: float = 0.0) -> None:
+    """Steps as the worker would take them, of which every fifth ends a prompt, and some have none."""
+    rng = random.Random(1)
+    for number in range(400):
+        tokens = room.tokens(rows, prompts, target_s, 2048) if number % 8 else 0
+        if number % 5 == 4:
+            tokens = max(tokens and 1, round(tokens * rng.random()))
+        room.note(rows, tokens, step_s(rows, tokens) * (1 + rng.uniform(-noise, noise)))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.floats(0.002, 0.02), st.floats(1e-5, 2e-3), st.integers(0, 40), st.floats(0.03, 0.3), st.sampled_from((0.0, 0.1))
+)
+def test_where_tokens_add_in_proportion_the_time_is_filled(
+    step_s: float, token_s: float, rows: int, target_s: float, noise: float
+) -> None:
+    room, takes = PromptRoom(), in_proportion(step_s, 1e-4, token_s)
+    learn(room, takes, rows, target_s, noise=noise)
+    tokens = room.tokens(rows, 1, target_s, 2048)
+    assert takes(rows, tokens) <= (1.0 + noise) * target_s
+    left_s = max(0.0, (0.85 - noise) * target_s - takes(rows, 0))
+    # Beside many who generate half as many cost a token hardly more, and noise may decide for them.
+    assert tokens >= min(2048, (0.35 if noise else 0.8) * left_s / token_s - 1)
+
+
+def test_the_tokens_are_taken_that_cost_those_who_generate_nothing() -> None:
+    """Weights are read for 6 ms, in which 150 tokens are computed; beyond them 20 sequences would wait."""
+    room, takes = PromptRoom(), bound_by_reading(0.001, 0.006, 4e-5)
+    learn(room, takes, 20, 0.05)
+    assert 100 <= room.tokens(20, 1, 0.05, 2048) <= 170
+    assert takes(20, room.tokens(20, 1, 0.05, 2048)) <= 1.2 * takes(20, 0)
+    told = room.steps(20, 1, 0.05, 2048)
+    assert told.seconds(1000) == pytest.approx(1000 / 130 * 0.007, rel=0.3)
+
+
+def test_where_many_prompts_wait_or_nobody_generates_steps_are_filled() -> None:
+    """What a step takes besides is then shared by more tokens."""
+    takes = bound_by_reading(0.002, 0.004, 4e-5)
+    for rows, prompts in ((2, 20), (0, 1)):
+        room = PromptRoom()
+        learn(room, takes, rows, 0.05, prompts=prompts)
+        assert room.tokens(rows, prompts, 0.05, 2048) >= 900
+
+
+def test_a_time_that_no_step_keeps_leaves_no_tokens() -> None:
+    room = PromptRoom()
+    learn(room, in_proportion(0.05, 1e-3, 1e-4), 32, 0.5)
+    assert room.tokens(32, 5, 0.05, 2048) == 0
+    assert room.steps(32, 5, 0.05, 2048).num_tokens == 0
+
+
+def test_the_first_steps_try_no_more_than_what_was_tried_allows() -> None:
+    room, takes, tried = PromptRoom(), in_proportion(0.01, 0.0, 1e-3), [0]
+    for _ in range(20):
+        room.note(4, 0, takes(4, 0))
+    while len(tried) < 12:
+        tried.append(room.tokens(4, 1, 0.2, 2048))
+        room.note(4, tried[-1], takes(4, tried[-1]))
+        assert takes(4, tried[-1]) <= 0.2
+    assert tried[1:5] == [16, 32, 64, 128]
+    assert tried[-1] == pytest.approx(170, abs=10)
+
+
+def test_a_step_that_was_held_up_hardly_counts() -> None:
+    room, takes = PromptRoom(), in_proportion(0.01, 1e-4, 1e-4)
+    learn(room, takes, 1, 0.05)
+    before = room.tokens(1, 1, 0.05, 2048)
+    room.note(1, before, 30.0)
+    for _ in range(5):
+        room.note(1, before, takes(1, before))
+    assert room.tokens(1, 1, 0.05, 2048) >= 0.8 * before
+
+
+def test_it_follows_when_everything_takes_twice_as_long() -> None:
+    room = PromptRoom()
+    learn(room, in_proportion(0.01, 1e-4, 2e-4), 8, 0.1)
+    slower = in_proportion(0.02, 2e-4, 4e-4)
+    learn(room, slower, 8, 0.1)
+    assert slower(8, room.tokens(8, 1, 0.1, 2048)) == pytest.approx(0.09, rel=0.1)

@@ -34,10 +34,9 @@ from benchmarks.host.section import section as host_section
 from benchmarks.kernels import command as kernels_command
 from benchmarks.link.section import FORMAT as LINKS_FORMAT
 from benchmarks.link.section import section as links_section
-from benchmarks.other_load import QUIET_CORES
 from benchmarks.parts import figures as parts
 from benchmarks.peers import figures as figures
-from benchmarks.peers.figures import Goal, Run, Spread
+from benchmarks.peers.figures import Goal, Run
 from benchmarks.peers.servers import CONTESTANTS
 from benchmarks.peers.turns import read
 from benchmarks.placement.section import FORMAT as PLACEMENT_FORMAT
@@ -45,6 +44,8 @@ from benchmarks.placement.section import section as placement_section
 from benchmarks.simulated.section import COMMAND as SIMULATED_COMMAND
 from benchmarks.simulated.section import FORMAT as SIMULATED_FORMAT
 from benchmarks.simulated.section import section as simulated_section
+from tandem.bench.other_load import QUIET_CORES
+from tandem.bench.repetitions import Spread, spread
 from tandem.bench.report.json_file import read_format
 from tandem.core.errors import ConfigError
 
@@ -251,7 +252,7 @@ def _load_section(
     yield f"|---|{'---|' * len(by_server)}"
     yield _row("repetitions", [str(len(found)) for found in by_server.values()])
     for figure in _SHOWN:
-        spreads = [figures.spread(figure.of(run) for run in found.values()) for found in by_server.values()]
+        spreads = [spread(figure.of(run) for run in found.values()) for found in by_server.values()]
         yield _row(figure.title, [_shown(spread) for spread in spreads])
     for base in (contestant for contestant in by_server if contestant in _PEERS):
         yield from _ratio_table(name, by_server, base, goals)
@@ -290,11 +291,11 @@ def _notes(load: str, by_server: dict[str, dict[int, Run]]) -> Iterator[str]:
     lines: list[str] = []
     for contestant, found in by_server.items():
         title, key = _TITLES[contestant], (contestant, load)
-        shares = figures.spread(figures.handed_off(run) for run in found.values())
+        shares = spread(figures.handed_off(run) for run in found.values())
         if shares is not None:
             goal = _with_goal(shares, figures.HANDED_OFF_GOALS.get(key))
             lines.append(f"- {title}: share of prompt tokens handed off {_shown(shares, digits=2)}{goal}")
-        gaps = figures.spread(figures.gap_over_tpot(run) for run in found.values())
+        gaps = spread(figures.gap_over_tpot(run) for run in found.values())
         if gaps is not None and contestant not in _PEERS:
             goal = _with_goal(gaps, figures.GAP_GOALS.get(key))
             lines.append(f"- {title}: p99 gap of tokens 1 to 2 over mean TPOT {_shown(gaps, digits=2)}{goal}")
@@ -349,7 +350,7 @@ def _goodput_ratio(search: Run, base: Run, goal: Goal | None) -> tuple[str, str]
         return text, ""
     if any(signs) and goal.is_reached_by(ratio) != bool(signs[0]):
         return text, f"{goal}: undecided"
-    return text, _judged(figures.spread([ratio]), goal)
+    return text, _judged(spread([ratio]), goal)
 
 
 def _open_end(search: Run) -> str:

@@ -21,9 +21,9 @@ from rich.console import Console
 from benchmarks.conversations.cluster import ROUTERS, ClusterSpec, running
 from benchmarks.conversations.section import CONVERSATIONS, FORMAT, ONE_PAIR, SINGLES, section
 from benchmarks.origin import origin
-from benchmarks.other_load import OtherLoad
 from tandem.bench.load.conversations import ConversationPlan
 from tandem.bench.machine import now
+from tandem.bench.other_load import OtherLoad
 from tandem.bench.report import json_file
 from tandem.bench.report.summary import Summary, summarise
 from tandem.bench.session import Session, Shape, Target, Workload

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from benchmarks.other_load import QUIET_CORES
 from benchmarks.text import wrapped
+from tandem.bench.other_load import QUIET_CORES
 
 FORMAT = "tandem-conversations/2"
 COMMAND = "`python -m benchmarks conversations`"

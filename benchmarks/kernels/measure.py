@@ -17,8 +17,8 @@ from transformers.pytorch_utils import Conv1D
 from benchmarks.kernels.cases import PAGE_SIZE, Sizes, count_cases, make_cases
 from benchmarks.kernels.probes import measure_limits
 from benchmarks.kernels.roofline import Figure, Limits, ModelShape, Report
-from benchmarks.other_load import OtherLoad
 from benchmarks.timing import timed
+from tandem.bench.other_load import OtherLoad
 from tandem.core.errors import ConfigError
 from tandem.engine import loader
 from tandem.engine.random_model import ModelSpec

@@ -16,7 +16,6 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.other_load import QUIET_CORES, OtherLoad
 from benchmarks.parts import figures as parts
 from benchmarks.parts.figures import Figure
 from benchmarks.parts.file import PartsFile
@@ -26,6 +25,7 @@ from benchmarks.parts.router import RouterSizes, measure_streaming, measure_ttft
 from benchmarks.parts.routers import NUM_ROUTERS, measure_sharing
 from benchmarks.parts.serve import ServeSizes, measure_serve
 from tandem.bench.machine import machine
+from tandem.bench.other_load import QUIET_CORES, OtherLoad
 from tandem.core.config import EMBEDDED_MODEL
 from tandem.core.errors import ConfigError, TandemError
 from tandem.core.model_path import resolve_model

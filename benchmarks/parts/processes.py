@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from benchmarks.child_process import log_tail, start_child, stop_child
+from tandem.bench.child_process import log_tail, start_child, stop_child
 from tandem.core.errors import TandemError
 from tandem.core.identity import WORKER_ROLES, Role
 from tandem.rpc.channel import make_channel

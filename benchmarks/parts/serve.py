@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 import tandem
-from benchmarks.child_process import free_port, log_tail, start_child, stop_child
+from tandem.bench.child_process import free_port, log_tail, start_child, stop_child
 from tandem.bench.load.http_client import LoadClient
 from tandem.bench.process_watch import cpu_s
 from tandem.core.errors import TandemError

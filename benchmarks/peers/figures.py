@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from tandem.bench.repetitions import Spread, spread
+
 Run = dict[str, Any]  # as `side_by_side_run` wrote it
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Of one figure over the repetitions."""
-
-    median: float
-    low: float
-    high: float
-    num: int
 
 
 @dataclass(frozen=True)
@@ -87,12 +78,6 @@ HANDED_OFF_GOALS = {("tandem", load): _at_least(0.5) for load in ("A", "B", "C")
 #: p99 of the gap from first to second token, over mean TPOT.
 GAP_GOALS = {("tandem", load): _at_most(2.0) for load in ("B", "C")}
 GOODPUT_GOAL = _at_least(1.5)
-
-
-def spread(values: Iterable[float | None]) -> Spread | None:
-    """`None` of nothing; a `None` among them is left out."""
-    found = [value for value in values if value is not None]
-    return Spread(statistics.median(found), min(found), max(found), len(found)) if found else None
 
 
 def runs_of(runs: Sequence[Run], contestant: str, load: str) -> dict[int, Run]:

@@ -13,8 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.code import PACKAGES, Code
-from benchmarks.other_load import OtherLoad
-from benchmarks.peers.servers import Command, Contestant, Place, running
+from benchmarks.peers.servers import Contestant, Place, command_line
 from benchmarks.peers.turns import ANSWERS, GoodputLoad, Load, Measured, Plan, Turn, seed_of, turns
 from tandem.bench.goodput import GoodputSearch, search_goodput
 from tandem.bench.load.drive import PATH, record_of
@@ -23,10 +22,12 @@ from tandem.bench.load.records import Slo
 from tandem.bench.load.trace_entry import TraceEntry
 from tandem.bench.load.workload import body_of, fixed_lengths, make_jobs
 from tandem.bench.machine import now
+from tandem.bench.other_load import OtherLoad
 from tandem.bench.rate_search import RateSearch
 from tandem.bench.report.progress import shown
 from tandem.bench.report.results import Run
 from tandem.bench.server import connected
+from tandem.bench.server_process import Command, running
 from tandem.bench.session import Session, Shape, Target, Workload
 from tandem.core.errors import TandemError
 
@@ -109,7 +110,7 @@ async def _about(
     return {
         "contestant": contestant.name,
         "code": None if contestant.is_peer else comparison.code.as_json(),
-        "commands": [command.line(place) for command in commands],
+        "commands": [command_line(command, place) for command in commands],
         "other_cores": round(others.cores(), 3),
     }
 

@@ -1,24 +1,15 @@
-"""The servers of a comparison: how each is started, when it is ready, and how it is ended."""
+"""The servers of a comparison, and how each is started."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import shlex
-import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.child_process import log_tail, start_child, stop_child
-from tandem.bench.load.http_client import get
-from tandem.core.errors import ConfigError, TandemError
-
-_START_S = 600.0  # an engine may compile its kernels first
-_LOOK_S = 0.5  # between two questions whether a server is ready
-_ASK_S = 5.0
-_OK = 200
+from tandem.bench.server_process import Command
+from tandem.core.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -32,29 +23,6 @@ class Place:
     peer_venv: Path | None = None
     split_router: Path | None = None  # the program that joins the peer's two engines
     dtype: str = "float32"  # of the checkpoint; the peer is told, Tandem looks
-
-
-@dataclass(frozen=True)
-class Command:
-    """One process of a server. It is ready when `port` answers `GET /health` with 200."""
-
-    name: str
-    argv: tuple[str, ...]
-    port: int
-    env: Mapping[str, str] = field(default_factory=dict)  # over the environment of this process
-
-    def line(self, place: Place) -> str:
-        """As one would type it, with names for the directories of this machine."""
-        text = shlex.join([*(f"{name}={value}" for name, value in self.env.items()), *self.argv])
-        for path, name in (
-            (place.model, "MODEL"),
-            (place.directory, "LOGS"),
-            (place.peer_venv, "PEER_VENV"),
-            (place.split_router and place.split_router.parent, "TOOLS"),
-            (Path(sys.executable).parent, "BIN"),
-        ):
-            text = text if path is None else text.replace(str(path), name)
-        return text
 
 
 @dataclass(frozen=True)
@@ -162,51 +130,15 @@ def _why_no_peer(peer_venv: Path | None) -> str:
         return f"{peer_venv} holds no vLLM (tools/setup_peer.sh installs it)"
     return ""
 
-
-# --- from start to end ------------------------------------------------------------------------------------------------
-
-
-@contextlib.asynccontextmanager
-async def running(commands: Sequence[Command], directory: Path) -> AsyncIterator[None]:
-    """Inside, all `commands` run and are ready; each writes to `directory`/NAME.log. After it none runs.
-
-    Raises:
-        ConfigError: something else listens on one of their ports.
-        TandemError: one of them ended, or was not ready in time.
-    """
-    for command in commands:
-        _check_free(command.port)
-    started: list[asyncio.subprocess.Process] = []
-    try:
-        for command in commands:
-            started.append(await start_child(command.argv, directory / f"{command.name}.log", command.env))
-        for command, process in zip(commands, started, strict=True):
-            await _wait_ready(command, process, directory / f"{command.name}.log")
-        yield
-    finally:
-        await asyncio.gather(*map(stop_child, started))
-
-
-async def _wait_ready(command: Command, process: asyncio.subprocess.Process, log: Path) -> None:
-    exited = asyncio.create_task(process.wait())
-    try:
-        async with asyncio.timeout(_START_S):
-            while not await _is_healthy(command.port):
-                await asyncio.wait([exited], timeout=_LOOK_S)
-                if exited.done():
-                    how = f"{command.name} ended with {exited.result()} before it was ready"
-                    raise TandemError(f"{how}; {log_tail(log)}")
-    except TimeoutError:
-        raise TandemError(f"{command.name} was not ready after {_START_S:.0f} s; {log_tail(log)}") from None
-    finally:
-        exited.cancel()
-
-
-async def _is_healthy(port: int) -> bool:
-    return (await get(f"http://127.0.0.1:{port}", "/health", timeout_s=_ASK_S)).status == _OK
-
-
-def _check_free(port: int) -> None:
-    with socket.socket() as probe:
-        if probe.connect_ex(("127.0.0.1", port)) == 0:
-            raise ConfigError(f"something listens on port {port} already: name another with --port", key="--port")
+def command_line(command: Command, place: Place) -> str:
+    """As one would type it, with names for the directories of this machine."""
+    text = shlex.join([*(f"{name}={value}" for name, value in command.env.items()), *command.argv])
+    for path, name in (
+        (place.model, "MODEL"),
+        (place.directory, "LOGS"),
+        (place.peer_venv, "PEER_VENV"),
+        (place.split_router and place.split_router.parent, "TOOLS"),
+        (Path(sys.executable).parent, "BIN"),
+    ):
+        text = text if path is None else text.replace(str(path), name)
+    return text

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tandem.bench.repetitions import rotated
 from tandem.bench.report import json_file
 from tandem.core.errors import ConfigError
 
@@ -105,12 +106,6 @@ def turns(plan: Plan, done: Collection[RunKey] = (), done_goodput: Collection[st
         for contestant in plan.contestants:
             if contestant not in done_goodput:
                 yield Turn(1, contestant, has_goodput=True)
-
-
-def rotated(names: Sequence[str], by: int) -> Sequence[str]:
-    """The same, from the `by`th on, counted from 0 and round and round."""
-    start = by % len(names) if names else 0
-    return (*names[start:], *names[:start])
 
 
 def seed_of(plan: Plan, load_name: str, repetition: int) -> int:

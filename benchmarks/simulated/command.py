@@ -23,13 +23,13 @@ import uvloop
 from rich.console import Console
 
 from benchmarks.origin import origin
-from benchmarks.other_load import OtherLoad
 from benchmarks.parts.processes import Child, Processes, start_cluster
 from benchmarks.simulated.section import FORMAT, section
 from benchmarks.simulated.waterfalls import waterfalls
 from tandem.bench.load.trace_entry import TraceEntry
 from tandem.bench.load.workload import plain_vocabulary
 from tandem.bench.machine import now
+from tandem.bench.other_load import OtherLoad
 from tandem.bench.report import json_file
 from tandem.bench.report.summary import summarise
 from tandem.bench.session import Session, Shape, Target, Workload

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.other_load import QUIET_CORES
 from benchmarks.text import wrapped
+from tandem.bench.other_load import QUIET_CORES
 
 FORMAT = "tandem-simulated/1"
 COMMAND = "`python -m benchmarks simulated`"

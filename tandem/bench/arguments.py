@@ -17,10 +17,11 @@ _DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ms|s)")
 
 
 def add_subcommands(command: argparse.ArgumentParser, add_command: AddCommand) -> None:
-    """`run`, `goodput`, `compare`, `plot`, `overload` and `cache`, below `command`."""
+    """`run`, `goodput`, `advise`, `compare`, `plot`, `overload` and `cache`, below `command`."""
     subcommands = command.add_subparsers(dest="subcommand", metavar="SUBCOMMAND", required=True)
     _add_run(subcommands, add_command)
     _add_goodput(subcommands, add_command)
+    _add_advise(subcommands, add_command)
     _add_compare(subcommands, add_command)
     _add_plot(subcommands, add_command)
     _add_overload(subcommands, add_command)
@@ -38,12 +39,9 @@ def _add_run(subcommands: Any, add_command: AddCommand) -> None:
         "tandem bench run --conversations 32 --turns 6 --concurrency 8 --input-len 100 --output-len 50 --api chat",
         _run,
     )
+    _add_server(command)
     _add_load_options(command)
-    shape = command.add_mutually_exclusive_group()
-    shape.add_argument("--concurrency", type=_count, metavar="N", help="a closed loop of N clients")
-    shape.add_argument(
-        "--rate", type=_positive, metavar="R", help="a Poisson process of R requests (or conversations) a second"
-    )
+    _add_shape(command, "requests (or conversations)")
     talk = command.add_argument_group("conversations", "each turn's prompt is all that was said before, and a new text")
     talk.add_argument("--conversations", type=_count, metavar="N", help="hold N conversations; --input-len counts the "
                       "words of a user's text")  # fmt: skip
@@ -64,6 +62,7 @@ def _add_goodput(subcommands: Any, add_command: AddCommand) -> None:
         "tandem bench goodput --trace AzureLLMInferenceTrace_conv.csv --limit 300 --scale-lengths 0.125",
         _run,
     )
+    _add_server(command)
     _add_load_options(command)
     _add_slo(command, ttft="3s", tpot="50ms")
     command.add_argument(
@@ -77,6 +76,41 @@ def _add_goodput(subcommands: Any, add_command: AddCommand) -> None:
         help="stop when the ratio of the bounds is no larger than this (default: 1.05)",
     )
     command.add_argument("--max-probes", type=_count, default=12, metavar="N", help="most rates to try (default: 12)")
+
+
+def _add_advise(subcommands: Any, add_command: AddCommand) -> None:
+    command = add_command(
+        subcommands,
+        "advise",
+        "should this load be split? put it on a colocated cluster and on splits of the same size, on this machine, in "
+        "turn, and say which suits",
+        "tandem bench advise --trace AzureLLMInferenceTrace_conv.csv --limit 300 --scale-lengths 0.125\n"
+        "tandem bench advise --trace my.csv --model ~/models/llama-1b --workers 4 --slo-ttft 2s --slo-tpot 60ms\n"
+        "tandem bench advise --concurrency 8 --input-len 512 --output-len 64 --json advice.json --plot advice.png",
+        _advise,
+    )
+    clusters = command.add_argument_group("clusters", "each run starts one, with a free port, and ends it")
+    clusters.add_argument("--model", metavar="DIR_OR_HUB_ID", help="what they serve (default: of --config, else the "
+                          "embedded model)")  # fmt: skip
+    clusters.add_argument("--config", type=Path, metavar="FILE", help="the tandem.yaml of all of them; pools and port "
+                          "are set here")  # fmt: skip
+    size = clusters.add_mutually_exclusive_group()
+    size.add_argument("--workers", type=whole(2), default=2, metavar="N",
+                      help="workers of each cluster: 0+N and all splits, 1+(N-1) and so on (default: 2)")  # fmt: skip
+    size.add_argument("--clusters", type=_pools, nargs="+", metavar="P+D", help="these instead: prefill and decode "
+                      "workers, such as 0+2 1+1; one of them colocated, 0+D")  # fmt: skip
+    clusters.add_argument("--logs", type=Path, default=Path("~/.cache/tandem/advise"), metavar="DIR",
+                          help="where they write what they say (default: ~/.cache/tandem/advise)")  # fmt: skip
+    judging = command.add_argument_group("judgement")
+    judging.add_argument("--repetitions", type=_count, default=4, metavar="N", help="runs of the load on each cluster; "
+                         "they tell what is chance (default: 4)")  # fmt: skip
+    judging.add_argument("--margin", type=_share, default=0.05, metavar="F", help="differences below this share do not "
+                         "count (default: 0.05)")  # fmt: skip
+    _add_slo(judging, ttft=None, tpot=None, otherwise="the clusters' own, `slo` of --config")
+    report = _add_load_options(command, has_records=False)
+    report.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures there, as PNG, SVG or PDF "
+                        "(needs matplotlib: the `bench` extra)")  # fmt: skip
+    _add_shape(command, "requests")
 
 
 def _add_compare(subcommands: Any, add_command: AddCommand) -> None:
@@ -179,8 +213,14 @@ def _add_server(command: argparse.ArgumentParser) -> None:
     command.add_argument("--model", metavar="NAME", help="served name of the model (default: the first of /v1/models)")
 
 
-def _add_load_options(command: argparse.ArgumentParser) -> None:
-    _add_server(command)
+def _add_shape(command: argparse.ArgumentParser, what: str) -> None:
+    shape = command.add_mutually_exclusive_group()
+    shape.add_argument("--concurrency", type=_count, metavar="N", help="a closed loop of N clients")
+    shape.add_argument("--rate", type=_positive, metavar="R", help=f"a Poisson process of R {what} a second")
+
+
+def _add_load_options(command: argparse.ArgumentParser, *, has_records: bool = True) -> Any:
+    """Gives the group of what the report is to be."""
     load = command.add_argument_group("load")
     load.add_argument("--input-len", type=_count, default=512, metavar="N", help="tokens of a prompt (default: 512)")
     load.add_argument("--output-len", type=_count, default=64, metavar="N", help="tokens to generate (default: 64)")
@@ -226,16 +266,18 @@ def _add_load_options(command: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     report = command.add_argument_group("report")
     report.add_argument("--json", type=Path, metavar="FILE", help="write all results there")
-    report.add_argument("--records", action="store_true", help="include every request in the results")
-    report.add_argument(
-        "--label", metavar="TEXT", help="name of the results in `compare` and `plot` (default: the file's name)"
-    )
+    if has_records:
+        report.add_argument("--records", action="store_true", help="include every request in the results")
+        report.add_argument(
+            "--label", metavar="TEXT", help="name of the results in `compare` and `plot` (default: the file's name)"
+        )
     report.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar")
+    return report
 
 
-def _add_slo(command: argparse.ArgumentParser, *, ttft: str | None, tpot: str | None) -> None:
+def _add_slo(command: Any, *, ttft: str | None, tpot: str | None, otherwise: str = "") -> None:
     for name, default in (("ttft", ttft), ("tpot", tpot)):
-        said = f" (default: {default})" if default else ""
+        said = f" (default: {default or otherwise})" if default or otherwise else ""
         command.add_argument(
             f"--slo-{name}", type=duration_s, default=default, metavar="TIME",
             help=f"longest {name.upper()} that keeps the SLO, such as 3s or 50ms{said}",
@@ -278,6 +320,13 @@ def _paths(text: str) -> list[Path]:
     return [Path(part) for part in text.split(",")]
 
 
+def _pools(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d{1,4})\+(\d{1,4})", text)
+    if found is None or not int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} names no cluster; write it as 1+2: prefill and decode workers")
+    return int(found[1]), int(found[2])
+
+
 def _id_range(text: str) -> range:
     found = re.fullmatch(r"(\d+):(\d+)", text)
     if found is None or int(found[1]) >= int(found[2]):
@@ -289,3 +338,9 @@ def _run(options: argparse.Namespace) -> int:
     from tandem.bench.commands import COMMANDS  # it needs much that `--help` does not
 
     return COMMANDS[options.subcommand](options)
+
+
+def _advise(options: argparse.Namespace) -> int:
+    from tandem.bench.advise.command import run
+
+    return run(options)

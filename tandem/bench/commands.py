@@ -34,7 +34,7 @@ from tandem.core.client_key import api_key
 from tandem.core.errors import ConfigError
 from tandem.core.tokenizer import Tokenizer
 
-_INTERRUPTED = 130
+INTERRUPTED = 130
 
 T = TypeVar("T")
 
@@ -44,10 +44,10 @@ def run(options: argparse.Namespace) -> int:
     session, console = _session(options), Console(stderr=True)
     shape = Shape(concurrency=options.concurrency, rate=options.rate)
     session.check(shape)
-    measured = _in_loop(_run_once(session, shape, options, console))
+    measured = in_loop(_run_once(session, shape, options, console))
     _say_run(measured, session)
     _write(options, "run", session, [measured])
-    return _INTERRUPTED if session.was_interrupted else int(bool(measured.summary.num_failed))
+    return INTERRUPTED if session.was_interrupted else int(bool(measured.summary.num_failed))
 
 
 async def _run_once(session: Session, shape: Shape, options: argparse.Namespace, console: Console) -> Run:
@@ -72,10 +72,10 @@ def goodput(options: argparse.Namespace) -> int:
         await session.open()
         await search_goodput(session, search, show)
 
-    _in_loop(search_all())
+    in_loop(search_all())
     _say_search(search, session)
     _write(options, "goodput", session, search.probes, search=search.as_json())
-    return _INTERRUPTED if session.was_interrupted else int(not search.rates.best)
+    return INTERRUPTED if session.was_interrupted else int(not search.rates.best)
 
 
 def compare(options: argparse.Namespace) -> int:
@@ -109,7 +109,7 @@ def overload(options: argparse.Namespace) -> int:
         max_sockets=options.max_sockets,
         seed=options.seed,
     )
-    report = _in_loop(measure_overload(options.url, plan, model=options.model, api_key=api_key()))
+    report = in_loop(measure_overload(options.url, plan, model=options.model, api_key=api_key()))
     if options.json is not None:
         json_file.write(options.json, report)
     else:
@@ -128,7 +128,7 @@ def cache(options: argparse.Namespace) -> int:
     console = Console()
     console.print(trace_table(replays[0][1]), cache_table(replays), sep="\n")
     if options.json is not None:
-        json_file.write(options.json, cache_document(_plain(options), replays))
+        json_file.write(options.json, cache_document(plain_options(options), replays))
     return 0
 
 
@@ -148,7 +148,7 @@ def _session(options: argparse.Namespace) -> Session:
         max_sockets=options.max_connections,
     )  # fmt: skip
     is_conversation = getattr(options, "conversations", None) is not None  # `goodput` has none
-    return Session(target, _conversations(options) if is_conversation else _workload(options))
+    return Session(target, _conversations(options) if is_conversation else workload_of(options))
 
 
 def _conversations(options: argparse.Namespace) -> Workload:
@@ -162,7 +162,8 @@ def _conversations(options: argparse.Namespace) -> Workload:
     return Workload.of_conversations(plan, seed=options.seed, num_warm_up=options.warmup)
 
 
-def _workload(options: argparse.Namespace) -> Workload:
+def workload_of(options: argparse.Namespace) -> Workload:
+    """Of a trace, or of equal requests. Raises `ConfigError`."""
     tokenizer = None if options.tokenizer is None else Tokenizer.from_dir(options.tokenizer)
     if options.trace is None:
         num = 64 if options.num_requests is None else options.num_requests
@@ -199,11 +200,11 @@ def _slo(options: argparse.Namespace) -> Slo | None:
 def _write(options: argparse.Namespace, kind: str, session: Session, runs: Sequence[Run], **more: Any) -> None:
     """To the file of `--json`, where there is one."""
     if options.json is not None:
-        content = results.document(kind, session, _plain(options), runs, with_records=options.records, **more)
+        content = results.document(kind, session, plain_options(options), runs, with_records=options.records, **more)
         json_file.write(options.json, content)
 
 
-def _plain(options: argparse.Namespace) -> dict[str, Any]:
+def plain_options(options: argparse.Namespace) -> dict[str, Any]:
     """The command's options as they go into JSON; of files only the names, as their places mean nothing elsewhere."""
     left_out = {"run", "debug", "command", "json", "progress"}
     if getattr(options, "trace", None) is not None:
@@ -219,7 +220,8 @@ def _plain_value(value: Any) -> Any:
     return value.name if isinstance(value, Path) else value
 
 
-def _in_loop(work: Coroutine[Any, Any, T]) -> T:
+def in_loop(work: Coroutine[Any, Any, T]) -> T:
+    """Run it in a loop of its own."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(work)
 

@@ -158,7 +158,7 @@ class Serve:
 
     def processes(self) -> list[psutil.Process]:
         """Everything that this `tandem serve` has started and that lives, itself included."""
-        return list(_marked(self.mark))
+        return list(marked(self.mark))
 
     def interrupt(self, number: int = signal.SIGINT) -> int:
         """Send a signal and wait for the end; the exit code."""
@@ -207,7 +207,7 @@ class Rays:
         )
 
     def processes(self) -> list[psutil.Process]:
-        return list(_marked(self.mark))
+        return list(marked(self.mark))
 
     def end(self) -> None:
         for process in self.processes():
@@ -225,7 +225,7 @@ def raylet_of(node: Any) -> int:
     return int(node.all_processes[ray_constants.PROCESS_TYPE_RAYLET][0].process.pid)
 
 
-def _marked(mark: str) -> Iterator[psutil.Process]:
+def marked(mark: str) -> Iterator[psutil.Process]:
     for process in psutil.process_iter():
         try:
             if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:

@@ -73,7 +73,7 @@ def _rate(run: dict[str, Any]) -> float:
 
 
 def _latency(titled: Sequence[tuple[str, dict[str, Any]]]) -> Figure:
-    figure = _figure(height=4.2)
+    figure = new_figure(height=4.2)
     for axes, (title, attribute) in zip(figure.subplots(1, len(_PANELS)), _PANELS, strict=True):
         for number, (name, content) in enumerate(titled):
             points = [(_rate(run), run["figures"][attribute]) for run in _runs(content) if run["figures"][attribute]]
@@ -83,7 +83,7 @@ def _latency(titled: Sequence[tuple[str, dict[str, Any]]]) -> Figure:
 
 
 def _itl_over_time(titled: Sequence[tuple[str, dict[str, Any]]]) -> Figure:
-    figure = _figure(height=4.5)
+    figure = new_figure(height=4.5)
     axes = figure.subplots()
     for number, (name, content) in enumerate(titled):
         run = _run_to_show(content)
@@ -94,7 +94,7 @@ def _itl_over_time(titled: Sequence[tuple[str, dict[str, Any]]]) -> Figure:
 
 
 def _ttft_by_turn(titled: Sequence[tuple[str, dict[str, Any]]]) -> Figure:
-    figure = _figure(height=4.5)
+    figure = new_figure(height=4.5)
     axes = figure.subplots()
     for number, (name, content) in enumerate(titled):
         points = [(turn["turn"], turn["ttft_s"]) for turn in _turns(content)]
@@ -125,7 +125,8 @@ def _run_to_show(content: dict[str, Any]) -> dict[str, Any] | None:
     return next((run for run in runs if run["shape"]["rate"] == best), runs[-1] if runs else None)
 
 
-def _figure(height: float) -> Figure:
+def new_figure(height: float) -> Figure:
+    """Raises `ConfigError` where matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -27,8 +27,8 @@ from benchmarks.kernels import roofline as cost
 from benchmarks.kernels.cases import Sizes, scattered_pages
 from benchmarks.kernels.measure import DEFAULT_MODEL, shape_of, thread_counts
 from benchmarks.kernels.roofline import Figure, Limits, ModelShape, Probe, Report, Work
-from benchmarks.other_load import OtherLoad
 from benchmarks.timing import Timing, timed
+from tandem.bench.other_load import OtherLoad
 from tandem.core.errors import ConfigError
 from tandem.engine.random_model import ModelSpec, make_config
 from tests.support.imports import loaded_by

@@ -19,12 +19,11 @@ import pytest
 from bench_peers import request, serving
 from rich.console import Console
 
-from benchmarks import child_process
 from benchmarks.code import Code
 from benchmarks.peers import __main__ as command
 from benchmarks.peers import run
 from benchmarks.peers.run import Comparison, compare, prompt_tokens
-from benchmarks.peers.servers import CONTESTANTS, Command, Contestant, Place, chosen_contestants, running
+from benchmarks.peers.servers import CONTESTANTS, Contestant, Place, chosen_contestants, command_line
 from benchmarks.peers.turns import (
     GoodputLoad,
     Load,
@@ -32,7 +31,9 @@ from benchmarks.peers.turns import (
     Plan,
     read,
 )
+from tandem.bench import child_process
 from tandem.bench.load.trace_entry import TraceEntry
+from tandem.bench.server_process import Command, running
 from tandem.core.errors import ConfigError, TandemError
 from tests.support.ports import free_port
 
@@ -100,9 +101,7 @@ def test_two_engines_use_all_cores(cores: tuple[int, ...], prefill_on: str, deco
 def test_a_command_line_names_no_directory_of_this_machine(tmp_path: Path) -> None:
     place = Place(tmp_path / "m", 9000, (0, 1), tmp_path / "l", tmp_path / "v", tmp_path / "t" / "router.py")
     place.directory.mkdir()
-    lines = {
-        contestant.name: [command.line(place) for command in contestant.commands(place)] for contestant in CONTESTANTS
-    }
+    lines = {each.name: [command_line(command, place) for command in each.commands(place)] for each in CONTESTANTS}
     (strict,) = lines["tandem-strict"]
     assert strict == "BIN/tandem serve --model MODEL --port 9000 --config LOGS/tandem.yaml"
     prefill, _, router = lines["peer-split"]

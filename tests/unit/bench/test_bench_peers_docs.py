@@ -11,8 +11,9 @@ from benchmarks import docs
 from benchmarks.parts import figures as parts
 from benchmarks.parts.figures import Figure
 from benchmarks.peers import figures as figures
-from benchmarks.peers.figures import Goal, Spread
+from benchmarks.peers.figures import Goal
 from benchmarks.peers.turns import LOADS
+from tandem.bench.repetitions import Spread, spread
 from tandem.bench.report.summary import Distribution
 
 REPOSITORY = Path(__file__).parents[3]
@@ -87,7 +88,7 @@ def test_ratios_are_of_equal_repetitions() -> None:
     assert figures.ratios(ours, other, figures.THROUGHPUT) == Spread(1.2, 1.0, 1.5, 3)
     assert figures.ratios(ours, {2: other[2], 4: other[1]}, figures.THROUGHPUT) == Spread(1.5, 1.5, 1.5, 1)
     assert figures.ratios(ours, {}, figures.THROUGHPUT) is None
-    assert figures.spread(figures.TTFT.of(found) for found in ours.values()) == Spread(30.0, 30.0, 30.0, 3)
+    assert spread(figures.TTFT.of(found) for found in ours.values()) == Spread(30.0, 30.0, 30.0, 3)
 
 
 def test_a_run_without_a_figure_has_none() -> None:
@@ -95,8 +96,8 @@ def test_a_run_without_a_figure_has_none() -> None:
     nothing["figures"] |= {"ttft_s": None, "second_gap_s": None}
     assert figures.TTFT.of(nothing) is None
     assert figures.gap_over_tpot(nothing) is None
-    assert figures.spread([None, 2.0, None]) == Spread(2.0, 2.0, 2.0, 1)
-    assert figures.spread([None]) is None
+    assert spread([None, 2.0, None]) == Spread(2.0, 2.0, 2.0, 1)
+    assert spread([None]) is None
     assert figures.handed_off(run("peer-split")) is None
     assert figures.handed_off(run("tandem", prompt_tokens_computed={"decode": 7})) == 0.0
     assert figures.handed_off(run("tandem", prompt_tokens_computed={"decode": 0, "prefill": 0})) is None

@@ -18,7 +18,6 @@ from benchmarks.peers.turns import (
     Turn,
     chosen_loads,
     read,
-    rotated,
     seed_of,
     turns,
 )
@@ -41,12 +40,6 @@ def test_servers_take_turns_to_begin_and_do_all_loads_in_each() -> None:
         Turn(1, "tandem", has_goodput=True),
         Turn(1, "peer", has_goodput=True),
     ]
-
-
-def test_each_server_begins_a_repetition() -> None:
-    names = ("a", "b", "c")
-    assert [rotated(names, by) for by in (0, 1, 2, 3)] == [names, ("b", "c", "a"), ("c", "a", "b"), names]
-    assert rotated((), 2) == ()
 
 
 def test_what_is_done_is_not_done_again() -> None:

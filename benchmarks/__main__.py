@@ -33,6 +33,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_parts(commands)
     _add_placement(commands)
     _add_autoscale(commands)
+    _add_law(commands)
     _add_conversations(commands)
     _add_simulated(commands)
     _add_accuracy(commands)
@@ -131,6 +132,17 @@ def _add_autoscale(commands: Any) -> None:
         "--traces", type=Path, required=True, metavar="DIR",
         help="with AzureLLMInferenceTrace_conv.csv and AzureLLMInferenceTrace_code.csv",
     )  # fmt: skip
+    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+
+
+def _add_law(commands: Any) -> None:
+    command = add_command(
+        commands,
+        "law",
+        "where prompts are computed and in which chunks, beside the best constants of each load; simulated; minutes",
+        "python -m benchmarks law --json docs/figures/law.json",
+        _law,
+    )
     command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
 
 
@@ -272,6 +284,13 @@ def _autoscale(options: argparse.Namespace) -> int:
     from benchmarks.autoscale import command
 
     command.run(options.traces, options.json)
+    return 0
+
+
+def _law(options: argparse.Namespace) -> int:
+    from benchmarks.law import command
+
+    command.run(options.json)
     return 0
 
 

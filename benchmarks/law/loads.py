@@ -1,0 +1,57 @@
+"""Loads of a simulated cluster: clients that ask again when they are answered, and requests that come by chance."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from tandem.sim.load import Arrival
+from tandem.sim.outcome import Outcome
+from tandem.sim.world import World, WorldShape
+
+# Between the first requests of two clients.
+_APART_S = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Requests that are all alike: tokens of a prompt and of an output."""
+
+    num_input: int
+    num_output: int
+
+    def __str__(self) -> str:
+        return f"{self.num_input:,}/{self.num_output}"
+
+
+def closed(shape: WorldShape, kind: Kind, num_clients: int, num_requests: int) -> list[Outcome]:
+    """Each client asks again as soon as it is answered, until there were so many requests."""
+    more: list[Outcome] = []
+
+    def answered(world: World, _: Outcome) -> None:
+        number = num_clients + len(more)
+        if number < num_requests:
+            more.append(world.ask(Arrival(number, world.kernel.now_s, kind.num_input, kind.num_output)))
+
+    world = World(shape)
+    world.on_end = partial(answered, world)
+    first = [Arrival(n, n * _APART_S, kind.num_input, kind.num_output) for n in range(num_clients)]
+    return [*world.run(first), *more]
+
+
+def by_chance(phases: Sequence[tuple[Kind, float, float]], seed: int) -> list[Arrival]:
+    """Requests of one kind after the other: each for so many seconds, at a rate (a Poisson process)."""
+    rng, now_s, begins_s, found = random.Random(seed), 0.0, 0.0, list[Arrival]()
+    for kind, rate, seconds in phases:
+        now_s, ends_s = begins_s + rng.expovariate(rate), begins_s + seconds
+        while now_s < ends_s:
+            found.append(Arrival(len(found), now_s, kind.num_input, kind.num_output))
+            now_s += rng.expovariate(rate)
+        begins_s = ends_s
+    return found
+
+
+def opened(arrivals: Sequence[Arrival], shape: WorldShape) -> list[Outcome]:
+    return World(shape).run(arrivals)

@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ import uvloop
 from rich.console import Console
 
 from benchmarks.code import Code
+from benchmarks.peers.models import CACHE, MODEL_OPTIONS, ROOT, made_model
 from benchmarks.peers.run import Comparison, compare
 from benchmarks.peers.servers import CONTESTANTS, Contestant, Place, chosen_contestants
 from benchmarks.peers.turns import LOADS, GoodputLoad, Measured, Plan, chosen_loads
@@ -35,13 +36,6 @@ from tandem.bench.machine import machine, versions
 from tandem.core.errors import ConfigError, TandemError
 from tandem.core.tokenizer import Tokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
-#: The model of the comparison, unless another is named: a Llama of 82 million parameters.
-MODEL_OPTIONS = {
-    "arch": "llama", "hidden": 768, "layers": 12, "heads": 12, "kv-heads": 4, "intermediate": 2048, "vocab": 8192,
-    "max-positions": 4096,
-}  # fmt: skip
 #: What of a checkpoint's `config.json` says how much work it is.
 _SHAPE_KEYS = (
     "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -54,20 +48,29 @@ def main(arguments: list[str] | None = None) -> int:
     """0, 1 where a request failed or a server did not start, 130 where it was interrupted."""
     options = _parser().parse_args(arguments)
     console = Console(stderr=True)
-    try:
+
+    def work() -> int:
         comparison = _comparison(options, console)
-        num_failed = _in_loop(comparison)
+        num_failed = in_loop(lambda: compare(comparison))
+        measured = comparison.measured
+        console.print(f"{measured.path} holds {len(measured.runs)} runs", highlight=False, soft_wrap=True)
+        if num_failed:
+            console.print(f"{num_failed} requests failed", style="red", highlight=False)
+        return int(bool(num_failed))
+
+    return told("benchmarks.peers", console, work)
+
+
+def told(program: str, console: Console, work: Callable[[], int]) -> int:
+    """The exit code of `work`; 1 and a line where it fails, 130 and a line where it was interrupted."""
+    try:
+        return work()
     except TandemError as error:
-        console.print(f"benchmarks.peers: {error.message}", style="red", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"{program}: {error.message}", style="red", highlight=False, markup=False, soft_wrap=True)
         return 1
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("interrupted; started again it goes on from here", highlight=False)
         return _INTERRUPTED
-    measured = comparison.measured
-    console.print(f"{measured.path} holds {len(measured.runs)} runs", highlight=False, soft_wrap=True)
-    if num_failed:
-        console.print(f"{num_failed} requests failed", style="red", highlight=False)
-    return int(bool(num_failed))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -89,21 +92,39 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--goodput-requests", type=int, default=GoodputLoad("").num_requests, metavar="N",
                       help="of the trace (default: its first 300)")  # fmt: skip
     where = parser.add_argument_group("with what and where")
-    peer_venv = os.environ.get("PEER_VENV")
-    where.add_argument("--peer-venv", type=Path, default=Path(peer_venv) if peer_venv else None, metavar="DIR",
-                       help="where vLLM is installed (default: PEER_VENV)")  # fmt: skip
+    add_place_options(where)
     where.add_argument("--model", type=Path, metavar="DIR",
                        help="a checkpoint (default: a random one of 82 M parameters, made in the cache)")  # fmt: skip
     where.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32",
                        help="of the random checkpoint; a named one says its own (default: float32)")  # fmt: skip
-    where.add_argument("--port", type=int, default=8460, metavar="N",
-                       help="of the servers; the peer takes some of the next 12 too (default: 8460)")  # fmt: skip
-    where.add_argument("--logs", type=Path, default=CACHE / "bench", metavar="DIR",
-                       help="of the servers (default: ~/.cache/tandem/bench)")  # fmt: skip
     where.add_argument("--json", type=Path, default=ROOT / "docs/figures/peers.json", metavar="FILE",
                        help="the results (default: docs/figures/peers.json)")  # fmt: skip
     where.add_argument("--fresh", action="store_true", help="measure all anew; what the file holds is lost")
     return parser
+
+
+def add_place_options(where: Any) -> None:
+    """Where the servers are, and what they take."""
+    peer_venv = os.environ.get("PEER_VENV")
+    where.add_argument("--peer-venv", type=Path, default=Path(peer_venv) if peer_venv else None, metavar="DIR",
+                       help="where vLLM is installed (default: PEER_VENV)")  # fmt: skip
+    where.add_argument("--port", type=int, default=8460, metavar="N",
+                       help="of the servers; the peer takes some of the next 12 too (default: 8460)")  # fmt: skip
+    where.add_argument("--logs", type=Path, default=CACHE / "bench", metavar="DIR",
+                       help="of the servers (default: ~/.cache/tandem/bench)")  # fmt: skip
+
+
+def place_of(options: argparse.Namespace, model: Path, dtype: str) -> Place:
+    """By those options."""
+    return Place(
+        model=model.resolve(),
+        port=options.port,
+        dtype=dtype,
+        cores=sorted(os.sched_getaffinity(0)),
+        directory=options.logs.resolve(),
+        peer_venv=options.peer_venv,
+        split_router=Path(__file__).with_name("split_router.py"),
+    )
 
 
 def _comparison(options: argparse.Namespace, console: Console) -> Comparison:
@@ -124,9 +145,12 @@ def _comparison(options: argparse.Namespace, console: Console) -> Comparison:
     )
     entries = [] if goodput is None else load_trace(options.goodput, "azure", limit=goodput.num_requests)
     trace = scaled(entries, lengths=goodput.scale_lengths) if goodput else []
-    model = _made_model(console, options.dtype) if options.model is None else options.model
+    model = options.model
+    if model is None:
+        wanted = MODEL_OPTIONS if options.dtype == "float32" else {**MODEL_OPTIONS, "dtype": options.dtype}
+        model = made_model(console, "82m", wanted)
     tokenizer = Tokenizer.from_dir(model)
-    settings = _settings(plan, model, contestants, options.peer_venv)
+    settings = settings_of(plan, model, contestants, options.peer_venv)
     code = Code.of()
     ours = {contestant.name: code.digest for contestant in contestants if not contestant.is_peer}
     measured = Measured.opened(options.json, settings, digests=ours, is_fresh=options.fresh)
@@ -134,40 +158,11 @@ def _comparison(options: argparse.Namespace, console: Console) -> Comparison:
         messages.append(f"{measured.num_outdated} runs were of other code of Tandem and are measured anew")
     for message in messages:
         console.print(message, highlight=False, soft_wrap=True)
-    place = Place(
-        model=model.resolve(),
-        port=options.port,
-        dtype=settings["dtype"],
-        cores=sorted(os.sched_getaffinity(0)),
-        directory=options.logs.resolve(),
-        peer_venv=options.peer_venv,
-        split_router=Path(__file__).with_name("split_router.py"),
-    )
+    place = place_of(options, model, settings["dtype"])
     return Comparison(plan, place, contestants, plain_vocabulary(tokenizer), trace, measured, console, code)
 
 
-def _made_model(console: Console, dtype: str) -> Path:
-    """The random model in the cache, made there by now; its name changes with what it is made of."""
-    wanted = MODEL_OPTIONS if dtype == "float32" else {**MODEL_OPTIONS, "dtype": dtype}
-    options = hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()
-    target = CACHE / "models" / f"random-82m-{options[:12]}"
-    if target.is_dir():
-        return target
-    console.print(f"making the model {target}", highlight=False, soft_wrap=True)
-    # Under another name until it is whole.
-    new = target.with_name(f"{target.name}.new-{os.getpid()}")
-    new.parent.mkdir(parents=True, exist_ok=True)
-    given = [text for name, value in wanted.items() for text in (f"--{name}", str(value))]
-    subprocess.run(
-        [sys.executable, str(ROOT / "tools/make_random_model.py"), str(new), *given],
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
-    new.rename(target)
-    return target
-
-
-def _settings(plan: Plan, model: Path, contestants: list[Contestant], peer_venv: Path | None) -> dict[str, Any]:
+def settings_of(plan: Plan, model: Path, contestants: Sequence[Contestant], peer_venv: Path | None) -> dict[str, Any]:
     """What must be equal for figures to compare, and where they were measured."""
     config = json.loads((model / "config.json").read_text())
     settings: dict[str, Any] = {
@@ -197,14 +192,14 @@ def _peer_versions(venv: Path) -> dict[str, str]:
     return found
 
 
-def _in_loop(comparison: Comparison) -> int:
+def in_loop(work: Callable[[], Coroutine[Any, Any, int]]) -> int:
     """SIGTERM cancels, as SIGINT does: the servers that were started are ended either way."""
 
     async def cancellable() -> int:
         task = asyncio.current_task()
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        return await compare(comparison)
+        return await work()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(cancellable())

@@ -83,7 +83,7 @@ async def _one_turn(comparison: Comparison, turn: Turn, contestant: Contestant) 
     about = await _about(comparison, contestant, commands, place)
     num_failed = 0
     async with running(commands, place.directory):
-        if turn.contestant not in measured.done_answers:
+        if plan.has_answers and turn.contestant not in measured.done_answers:
             measured.add_answers({**about, "answers": await _answers(comparison)})
         for load in turn.loads:
             run = await _run_load(comparison, load, seed_of(plan, load.name, turn.repetition))
@@ -145,13 +145,13 @@ async def _run_load(comparison: Comparison, load: Load, seed: int) -> dict[str, 
     session = _session(comparison, entries, seed)
     await session.open()
     before = await prompt_tokens(session.target.url)
-    title = f"load {load.name}"
-    with shown(title, len(entries), console=comparison.console) as watch:
-        sent = await session.measure(Shape(concurrency=load.concurrency), watch=watch)
+    shape = Shape(concurrency=load.concurrency) if load.rate is None else Shape(rate=load.rate)
+    with shown(f"load {load.name}", len(entries), console=comparison.console) as watch:
+        sent = await session.measure(shape, watch=watch)
     if session.was_interrupted:
         raise KeyboardInterrupt
     after = await prompt_tokens(session.target.url)
-    run = Run.of(Shape(concurrency=load.concurrency), sent, None).as_json(with_records=False)
+    run = Run.of(shape, sent, None).as_json(with_records=False)
     del run["shape"], run["is_partial"], run["figures"]["itl_windows"]
     computed = {role: after[role] - before.get(role, 0) for role in after}
     return {"date": now(), "seed": seed, "prompt_tokens_computed": computed, **run}

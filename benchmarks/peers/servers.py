@@ -50,6 +50,11 @@ def _strict(place: Place) -> list[Command]:
     return _tandem(place, "--config", str(config))
 
 
+def _tandem_colocated(place: Place) -> list[Command]:
+    """As many workers as the split has, of which each computes its prompts itself."""
+    return _tandem(place, "--prefill", "0", "--decode", "2")
+
+
 def _colocated(place: Place) -> list[Command]:
     return [_engine(place, "engine", place.port, place.cores)]
 
@@ -102,19 +107,23 @@ CONTESTANTS = (
     Contestant("peer-colocated", "vLLM, one engine", _colocated, is_peer=True),
     Contestant("peer-split", "vLLM, split over NIXL", _split, is_peer=True),
 )
+#: Beside them, for whoever asks whether splitting is worth it.
+TANDEM_COLOCATED = Contestant("tandem-colocated", "Tandem, colocated", _tandem_colocated)
 
 
-def chosen_contestants(names: Sequence[str], peer_venv: Path | None) -> tuple[list[Contestant], list[str]]:
+def chosen_contestants(
+    names: Sequence[str], peer_venv: Path | None, among: Sequence[Contestant] = CONTESTANTS
+) -> tuple[list[Contestant], list[str]]:
     """Those that can be started here, and a message for each that cannot.
 
     Raises:
         ConfigError: there is no contestant of such a name, or none that is left.
     """
-    known = {contestant.name: contestant for contestant in CONTESTANTS}
+    known = {contestant.name: contestant for contestant in among}
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ConfigError(f"no server is called {', '.join(unknown)}; there are {', '.join(known)}", key="--servers")
-    wanted = [contestant for contestant in CONTESTANTS if contestant.name in names]
+    wanted = [contestant for contestant in among if contestant.name in names]
     why = _why_no_peer(peer_venv)
     left = [contestant for contestant in wanted if not (contestant.is_peer and why)]
     messages = [f"{contestant.name} is left out: {why}" for contestant in wanted if contestant not in left]

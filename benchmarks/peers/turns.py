@@ -29,17 +29,18 @@ _SEEDS_PER_REPETITION = 100
 
 @dataclass(frozen=True)
 class Load:
-    """A closed loop of `concurrency` clients; lengths in tokens."""
+    """A closed loop of `concurrency` clients, or a Poisson process of `rate` requests a second; lengths in tokens."""
 
     name: str
     num_input: int
     num_output: int
     concurrency: int
     num_requests: int = 64
+    rate: float | None = None
 
-    def settings(self) -> dict[str, int]:
-        """All but the name."""
-        return {name: value for name, value in asdict(self).items() if name != "name"}
+    def settings(self) -> dict[str, float]:
+        """All but the name, and what it does not have."""
+        return {name: value for name, value in asdict(self).items() if name != "name" and value is not None}
 
 
 #: Long prompts; both phases alike; long answers; one client alone; more clients; longer prompts.
@@ -79,6 +80,7 @@ class Plan:
     seed: int = 1
     num_warm_up: int = 4
     goodput: GoodputLoad | None = None
+    has_answers: bool = True  # also ask some prompts one by one, and keep the texts
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def turns(plan: Plan, done: Collection[RunKey] = (), done_goodput: Collection[st
 
 def seed_of(plan: Plan, load_name: str, repetition: int) -> int:
     """Differs between loads too: two with one length would else find each other's prompts in the prefix cache."""
-    names = [load.name for load in LOADS]
+    names = [load.name for load in (LOADS if load_name in {load.name for load in LOADS} else plan.loads)]
     return plan.seed + _SEEDS_PER_REPETITION * repetition + names.index(load_name)
 
 
@@ -170,7 +172,7 @@ class Measured:
                 key="--json",
             )
         lists = [content[name] for name in ("runs", "goodput", "answers")]
-        runs, goodput, answers = ([item for item in items if _is_current(item, digests or {})] for items in lists)
+        runs, goodput, answers = ([item for item in items if is_current(item, digests or {})] for items in lists)
         num_outdated = len(lists[0]) + len(lists[1]) - len(runs) - len(goodput)
         return cls(path, _merged(held, settings), runs, goodput, answers, num_outdated)
 
@@ -220,7 +222,8 @@ def read(path: Path) -> dict[str, Any]:
     return json_file.read_format(path, FORMAT, "a comparison", key="--json")
 
 
-def _is_current(item: dict[str, Any], digests: Mapping[str, str]) -> bool:
+def is_current(item: dict[str, Any], digests: Mapping[str, str]) -> bool:
+    """Whether a run is of the code that its contestant has now; others than those of `digests` have no code."""
     contestant = item["contestant"]
     return contestant not in digests or (item.get("code") or {}).get("digest") == digests[contestant]
 

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from benchmarks.code import Code
 from benchmarks.peers import __main__ as command
-from benchmarks.peers import run
+from benchmarks.peers import models, run
 from benchmarks.peers.run import Comparison, compare, prompt_tokens
 from benchmarks.peers.servers import CONTESTANTS, Contestant, Place, chosen_contestants, command_line
 from benchmarks.peers.turns import (
@@ -294,18 +294,16 @@ async def test_an_interrupt_keeps_what_is_there_and_ends_the_server(tmp_path: Pa
 @pytest.mark.processes
 def test_the_model_in_the_cache_is_that_of_the_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(file=io.StringIO())
-    monkeypatch.setattr(command, "CACHE", tmp_path)
+    monkeypatch.setattr(models, "CACHE", tmp_path)
     small = {"hidden": 16, "layers": 1, "heads": 2, "kv-heads": 1, "intermediate": 16, "vocab": 300}
-    monkeypatch.setattr(command, "MODEL_OPTIONS", small)
-    first = command._made_model(console, "float32")
+    first = models.made_model(console, "small", small)
     assert (first / "config.json").is_file()
     stamp = first.stat().st_mtime_ns
-    assert command._made_model(console, "float32") == first
+    assert models.made_model(console, "small", small) == first
     assert first.stat().st_mtime_ns == stamp
-    monkeypatch.setattr(command, "MODEL_OPTIONS", {**small, "layers": 2})
-    second = command._made_model(console, "float32")
+    second = models.made_model(console, "small", {**small, "layers": 2})
     assert second != first
-    short = command._made_model(console, "bfloat16")
+    short = models.made_model(console, "small", {**small, "dtype": "bfloat16"})
     assert short not in (first, second)
     assert '"dtype": "bfloat16"' in (short / "config.json").read_text()
     assert '"num_hidden_layers": 2' in (second / "config.json").read_text()

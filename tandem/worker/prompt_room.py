@@ -7,7 +7,7 @@ how many depends on the processor. So what they add is kept by their number, and
 Of the numbers that leave all who wait for the step the time per token that they want, the one is taken with which a
 token of a prompt delays all together least: the step itself delays the prompts that wait, and as many that will have
 come behind them; what the tokens add delays them and each who generates. Where tokens add in proportion that is as many
-as there may be, where some are free it is these, and where many prompts wait it is more.
+as leaves the step itself little of the delay, where some are free it is these, and where many prompts wait it is more.
 
 Reference: the budget of tokens by the wanted time per token is Sarathi-Serve's (Agrawal et al., OSDI 2024), which
 profiles it beforehand.
@@ -24,6 +24,8 @@ from tandem.worker.step_budget import SHARE, StepBudget
 # Tokens of a prompt in the first step that has some; more than was tried is tried by so many times at once.
 _FIRST_TOKENS, _GROWTH = 16, 2
 _WEIGHT = 1 / 8  # of the newest step
+# The fewest tokens are taken that delay all hardly more than the best number: steps are no longer than is of use.
+_HARDLY = 0.05
 # A step that takes more times what was expected counts as one of so many.
 _HELD_UP = 2.0
 
@@ -71,13 +73,16 @@ class PromptRoom:
         if not self._added:
             return min(_FIRST_TOKENS, most), 0.0
         plain_s = self._plain.seconds(num_rows, 0)
-        points = [point for point in self._points(plain_s, target_s, most) if point[0] >= 1]
 
-        def delay(point: _Point) -> tuple[float, float]:
+        def delay(point: _Point) -> float:
             tokens, added_s = point
-            return (2 * num_prompts * (plain_s + added_s) + num_rows * added_s) / tokens, -tokens
+            return (2 * num_prompts * (plain_s + added_s) + num_rows * added_s) / tokens
 
-        return min(points, key=delay, default=(0.0, 0.0))
+        delays = {p: delay(p) for p in self._points(plain_s, target_s, most) if p[0] >= 1}
+        if delays and len(self._added) == 1:  # of one number alone nothing is known that would speak against more
+            return max(delays)
+        enough = (1 + _HARDLY) * min(delays.values(), default=0.0)
+        return min((point for point, value in delays.items() if value <= enough), default=(0.0, 0.0))
 
     def _points(self, plain_s: float, target_s: float, most: int) -> Iterator[_Point]:
         """What was tried, as far as it leaves the time and is no more than `most`; where that ends; and what is to be

@@ -85,7 +85,7 @@ def test_what_waits_waits_for_prefill_or_for_decode() -> None:
     busy = turns_with(Room(**{**as_fields(ROOM), "tokens_per_s": 4.0}))
     assert (busy.num_waiting_tokens_to_compute, busy.num_held_for_decode) == (10, 0)
     full = turns_with(Room(**{**as_fields(ROOM), "num_places": 1}))
-    assert (full.num_waiting_tokens_to_compute, full.num_held_for_decode) == (0, 1)
+    assert (full.num_waiting_tokens_to_compute, full.num_held_for_decode) == (0, 2)
     free = turns_with(ROOM)
     assert (free.num_waiting_tokens_to_compute, free.num_held_for_decode) == (0, 0)
 

@@ -135,17 +135,18 @@ def test_a_paced_prompt_is_not_felt_from_its_first_step_on(
     while worker.scheduler.waiting or any(not one.is_decode for one in worker.scheduler.running):
         worker.step()
     prompts = [worker.add(num_prompt, 2, tpot_s, paced=True) for _ in range(3)]
-    num_steps = 0
-    floor_s = of_step_s + worker.of_row_s * (num_rows + 2) + of_token_s * PAGE
+    took_s, plain_s = 0.0, of_step_s + worker.of_row_s * (num_rows + 2)
+    floor_s = plain_s + of_token_s * PAGE
     while not all(prompt.num_output for prompt in prompts):
         batch, seconds, rows = worker.step()
-        num_steps += 1
+        took_s += seconds
         assert rows >= num_rows, "nobody who generates is left out of a step"
-        assert seconds <= max(1.1 * tpot_s, 1.1 * floor_s)
+        assert seconds <= max(1.15 * tpot_s, 1.1 * floor_s)
         assert batch.num_paced_tokens
-    room = (0.9 * tpot_s - floor_s) / of_token_s
-    each = min(CHUNK, max(PAGE, 0.7 * room))
-    assert num_steps <= 3 * num_prompt / each + 20, "but for the first ones, which try how many tokens there may be"
+    each = min(CHUNK, max(PAGE, 0.7 * (0.9 * tpot_s - plain_s) / of_token_s))
+    # Fewer tokens a step delay the prompts by up to a tenth of what they spare those who generate.
+    of_token_of_prompt_s = of_token_s + plain_s / each + 0.1 * num_rows * of_token_s
+    assert took_s <= 1.3 * 3 * num_prompt * of_token_of_prompt_s + 40 * floor_s
 
 
 def test_what_prompts_take_is_told_as_targets_leave_it() -> None:
@@ -165,9 +166,9 @@ def test_what_prompts_take_is_told_as_targets_leave_it() -> None:
     for tpot_s, num_tokens in ((math.inf, CHUNK), (0.1, 198), (0.05, 86), (0.01, 0)):
         worker.scheduler.running[0].tpot_s = tpot_s
         told = worker.scheduler.prompt_steps()
-        assert told.num_tokens == pytest.approx(num_tokens, abs=6)
+        assert 0.4 * num_tokens <= told.num_tokens <= num_tokens + 2
         assert told.step_s == pytest.approx(worker.of_step_s + worker.of_row_s, rel=0.05)
         assert told.token_s == pytest.approx(worker.of_token_s if num_tokens else 0, rel=0.1)
     worker.scheduler.running[0].tpot_s = 1.0
     worker.scheduler.limits = replace(LIMITS, computes_prompts=True, paced_tokens=40)
-    assert worker.scheduler.prompt_steps().num_tokens == 39, "an operator's bound holds whatever the time"
+    assert worker.scheduler.prompt_steps().num_tokens <= 39, "an operator's bound holds whatever the time"

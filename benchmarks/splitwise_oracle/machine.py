@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 
 from benchmarks.splitwise_oracle.request import Request
 from benchmarks.splitwise_oracle.times import Splitwise
@@ -17,7 +18,7 @@ from tandem.sim.kernel import Kernel, Timer
 #: Most tokens of a batch with more than one task, and most tasks.
 MAX_BATCH_TOKENS = 2048
 MAX_BATCH_TASKS = 512
-#: Batches after whose number a sequence that was left out goes before prompts, where all that wait were.
+#: A task that was left out of so many batches is overdue.
 MAX_LEFT_OUT = 4
 #: Bytes of K and V of a token of BLOOM-176B; its weights; what a machine of eight cards has.
 TOKEN_BYTES = 4_014_080
@@ -25,6 +26,27 @@ WEIGHT_BYTES = 329e9
 MACHINE_BYTES = 8 * 80 * 2**30
 #: Tokens of KV for which a machine has room.
 ROOM = (MACHINE_BYTES - WEIGHT_BYTES) / TOKEN_BYTES
+
+
+@dataclass(eq=False, slots=True)
+class _Task:
+    """The prompt of a request, or the generation of its tokens, which waits."""
+
+    request: Request
+    is_prompt: bool
+
+    @property
+    def is_next(self) -> bool:
+        """Else it waits for the other one."""
+        return self.is_prompt != self.request.is_prompt_done
+
+    @property
+    def num_left_out(self) -> int:
+        return self.request.num_left_out if self.is_next else 0
+
+    @property
+    def order(self) -> tuple[int, float]:
+        return self.num_left_out, self.request.arrival.time_s
 
 
 @dataclass(frozen=True)
@@ -55,8 +77,9 @@ class Machine:
         self._kernel = kernel
         self._ends = ends
         self._prompts: list[Request] = []  # not started, in the order in which they came
-        self._batch: list[Request] = []
-        self._was_prompt: list[Request] = []  # in the batch before
+        self._thrown_out: list[Request] = []  # sequences, in the order in which they left the batch
+        self._pending: list[_Task] = []  # all that wait, see `_await`
+        self._batch: list[Request] = []  # in the order in which they came into it
         self._timer = Timer(kernel, self._end_steps)
         self._start_s = 0.0
         self._step_s = 0.0
@@ -79,6 +102,9 @@ class Machine:
         """Both tasks of a request that stays come at once: that of one token may pause where the prompt may not."""
         insort(self.present, request, key=lambda one: one.order)
         self._prompts.append(request)
+        self._await(request, is_prompt=True)
+        if request.stays:
+            self._await(request, is_prompt=False)
         if not self.is_running:
             self._start()
             return
@@ -89,6 +115,7 @@ class Machine:
 
     def add_sequence(self, request: Request) -> None:
         insort(self.present, request, key=lambda one: one.order)
+        self._await(request, is_prompt=False)
         if self.is_running:
             self._pause_for_token()
         else:
@@ -130,7 +157,6 @@ class Machine:
                 request.num_left_out = 0
                 continue
             num_rows += 1
-            request.is_thrown_out = False
             if request.token_start_s is None:
                 request.token_start_s = self._start_s
         self._has_prompt = num_rows < len(self._batch)
@@ -147,7 +173,6 @@ class Machine:
         for request in sequences:
             request.num_left -= self._num_steps
         self._batch = [request for request in sequences if request.num_left]
-        self._was_prompt = prompts
         for request in prompts:
             request.is_prompt_done = True
             request.prompt_end_s = self._kernel.now_s
@@ -155,6 +180,7 @@ class Machine:
             if request.num_left == 0:
                 request.end_s = self._kernel.now_s
                 self.present.remove(request)
+                self._forget(request)
                 self.num_taken -= request.memory
                 self._ends.of_request(self, request)
             elif request.token_start_s is None:
@@ -163,53 +189,74 @@ class Machine:
                 self._ends.of_prompt(self, request)
         self._start()
 
-    def _select(self) -> None:
-        """The next batch: prompts as they came, sequences that were thrown out, those of the batch before, all others.
+    def _await(self, request: Request, *, is_prompt: bool) -> None:
+        """A task waits. It goes before those that were left out more often when it comes: as these counts grow where
+        they stand, and a search by halves looks at some of them alone, the order is none that could be told."""
+        insort(self._pending, _Task(request, is_prompt), key=lambda task: task.order)
 
-        Who does not fit ends their group. Only who was not yet in a batch here needs memory. Of the sequences that were
-        thrown out, those come first that were left out most often; of all others, prompts too, those that came first.
+    def _forget(self, request: Request) -> None:
+        """Its next task waits no more."""
+        for place, task in enumerate(self._pending):
+            if task.request is request and task.is_next:
+                del self._pending[place]
+                return
+
+    def _select(self) -> None:
+        """The next batch: who is overdue, prompts as they came, sequences that were thrown out, those of the batch
+        before, all others as they came.
+
+        Who does not fit ends their group, but one that is overdue and lacks memory is passed over. Only who was not yet
+        in a batch here needs memory. A prompt that was overdue must fit in among the prompts a second time.
         """
         batch: list[Request] = []
+        chosen: set[Request] = set()
         num_tokens = 0
 
-        def add(group: Iterable[Request]) -> None:
+        def add(group: Iterable[Request], *, passes_over: bool = False, counts_again: bool = False) -> None:
             nonlocal num_tokens
             for request in group:
-                if request in chosen:
+                if request in chosen and not counts_again:
                     continue
                 if batch and (num_tokens + request.size > MAX_BATCH_TOKENS or len(batch) == MAX_BATCH_TASKS):
                     return
+                if request in chosen:
+                    continue
                 needed = self._needed(request)
                 if needed and self.num_taken + needed > ROOM:
+                    if passes_over:
+                        continue
                     return
                 self.num_taken += needed
                 num_tokens += request.size
                 batch.append(request)
                 chosen.add(request)
 
-        chosen: set[Request] = set()
-        for group in (self._overdue(), self._prompts, self._thrown_out(), self._batch, self.present):
+        add(self._overdue(), passes_over=True)
+        add(self._prompts, counts_again=True)
+        for group in (self._thrown_out, self._batch, self.present):
             add(group)
-        stayed = {*self._batch, *self._was_prompt}
-        for request in self.present:
-            if request in chosen:
-                continue
-            request.num_left_out += 1
-            if request in stayed:
-                request.rank = request.num_left_out
-                request.is_thrown_out = request.token_start_s is not None
+        self._leave_out(chosen)
         self._prompts = [request for request in self._prompts if request not in chosen]
-        self._batch, self._was_prompt = batch, []
-
-    def _thrown_out(self) -> list[Request]:
-        """Those of one rank stay in order of arrival."""
-        return sorted((request for request in self.present if request.is_thrown_out), key=lambda one: -one.rank)
+        was_there = {*self._batch}
+        stay = [request for request in self._batch if request in chosen]
+        self._batch = stay + [request for request in batch if request not in was_there]
 
     def _overdue(self) -> list[Request]:
-        """All who wait, where none of them has been left out less often than that; by rank upwards."""
-        stayed = {*self._batch, *self._was_prompt}
-        waiting = sorted((request for request in self.present if request not in stayed), key=lambda one: one.rank)
-        return waiting if waiting and waiting[0].rank >= MAX_LEFT_OUT else []
+        """Who waits, up to the first that was not left out so often."""
+        overdue = takewhile(lambda task: task.num_left_out >= MAX_LEFT_OUT, self._pending)
+        return [task.request for task in overdue]
+
+    def _leave_out(self, chosen: set[Request]) -> None:
+        """Who was thrown out waits again before counts grow; then who was chosen waits no more."""
+        thrown_out = [request for request in self._batch if request not in chosen]
+        self._thrown_out = [request for request in self._thrown_out if request not in chosen] + thrown_out
+        for request in thrown_out:
+            self._await(request, is_prompt=False)
+        for request in self.present:
+            if request not in chosen:
+                request.num_left_out += 1
+        for request in chosen:
+            self._forget(request)
 
     @staticmethod
     def _needed(request: Request) -> int:

@@ -45,7 +45,6 @@ class MixedPool:
     """
 
     def __init__(self, machines: list[Machine], homes: list[str], now_s: Callable[[], float]) -> None:
-        self._machines = machines
         self._now_s = now_s
         self._places = {machine.number: _Place(home, home) for machine, home in zip(machines, homes, strict=True)}
         self._pools: dict[str, list[Machine]] = {"prompt": [], "token": [], "mixed": []}
@@ -64,7 +63,8 @@ class MixedPool:
             for_prompt = min(self._pools["token"], key=_pending)
             self._move(for_prompt, "mixed")
         if for_prompt is None or for_token is None:
-            for_prompt = for_token = min(self._machines, key=_pending)
+            everywhere = [machine for pool in ("prompt", "mixed", "token") for machine in self._pools[pool]]
+            for_prompt = for_token = min(everywhere, key=_pending)
         return for_prompt, for_token
 
     def emptied(self, machine: Machine) -> None:

@@ -16,9 +16,7 @@ class Request:
         is_prompt_done: its next task is to generate.
         num_left: tokens that it has yet to generate.
         token_start_s: when it first generated; `None` before.
-        is_thrown_out: it has generated, and was left out of a batch since.
-        num_left_out: batches here that its task was not in, since its prompt began.
-        rank: that number when it was last left out by a batch that it had been in, or its prompt; fixed until then.
+        num_left_out: batches here that its next task was not in.
     """
 
     arrival: Arrival
@@ -27,9 +25,7 @@ class Request:
     is_prompt_done: bool = False
     num_left: int = field(init=False)
     token_start_s: float | None = None
-    is_thrown_out: bool = False
     num_left_out: int = 0
-    rank: int = 0
     prompt_end_s: float | None = None
     end_s: float | None = None
 

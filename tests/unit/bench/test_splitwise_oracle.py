@@ -217,9 +217,12 @@ def test_a_missing_role_change_is_found() -> None:
     assert compare(wanted, Outcome([times], [change])).is_within
 
 
-@pytest.mark.parametrize("name", ["a-base-h100x2", "a-hhcap-1p1t", "e-code35-hh-8p5t", "e-conv45-hh-8p5t"])
+@pytest.mark.parametrize(
+    "name",
+    ["a-base-h100x2", "a-hhcap-1p1t", "e-code35-hh-8p5t", "e-conv45-hh-8p5t", "a-base-a100x2", "e-code45-hh-8p5t"],
+)
 def test_a_run_of_the_original_is_met_request_by_request(name: str) -> None:
-    """One machine's batches; role changes; batches that throw out; transfers that wait for memory."""
+    """One machine's batches; role changes; batches that throw out; transfers that wait for memory; two overloads."""
     if not REFERENCE.is_dir():
         pytest.skip("the runs of Splitwise's simulator are not beside the repository")
     assert main([str(REFERENCE), "--run", name]) == 0

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ from tandem.core.model_path import resolve_model
 from tandem.rpc.channel import make_channel
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import control_pb2, control_pb2_grpc
+from tests.support import fork_server
 from tests.support.ports import free_port
 from tests.support.waiting import nothing, wait_until
 
@@ -36,7 +36,7 @@ class Process:
     """One process of the cluster and the facts of its ready file."""
 
     name: str
-    popen: subprocess.Popen[bytes]
+    popen: fork_server.Started
     ready_file: Path
     log: Path
     facts: dict[str, Any] = field(default_factory=dict)
@@ -116,19 +116,15 @@ class ProcessCluster:
     def _start(self, name: str, module: str, *arguments: str) -> Process:
         self._num_started += 1
         ready, log = (self.directory / f"{name}.{self._num_started}.{kind}" for kind in ("json", "log"))
-        command = [
-            sys.executable, "-m", module, "--config", str(self.config_file), "--model-dir", str(self.model_dir),
-            "--ready-file", str(ready), *arguments,
-        ]  # fmt: skip
+        line = (
+            "--config", str(self.config_file), "--model-dir", str(self.model_dir), "--ready-file", str(ready),
+            *arguments,
+        )  # fmt: skip
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTHONPATH": str(ROOT)}
         environment["PYTHONFAULTHANDLER"] = "1"  # one that must be killed by SIGABRT says where it hangs
         if self.points is not None:
             environment[VARIABLE] = str(self.points)
-        with log.open("wb") as sink:
-            popen = subprocess.Popen(
-                command, stdout=sink, stderr=subprocess.STDOUT, env=environment, cwd=self.directory
-            )
-        return Process(name, popen, ready, log)
+        return Process(name, fork_server.start(module, line, log, self.directory, environment), ready, log)
 
     def start_worker(self, role: str, number: int = 0, *arguments: str) -> Process:
         """Start a worker without waiting for it; a dead one of the same name is replaced."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tandem.advise.arguments import add_advise_to
 from tandem.batch.arguments import add_command_to as add_batch_command
 from tandem.cluster.arguments import add_commands as add_cluster_commands
 from tandem.cluster.arguments import add_target_options, where
@@ -221,7 +222,7 @@ def _add_bench(commands: Any) -> None:
         epilog="example:\n  tandem bench run --concurrency 8 --input-len 128 --output-len 128",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_subcommands(command, add_command)
+    add_advise_to(add_subcommands(command, add_command), add_command)
 
 
 # --- what they run ----------------------------------------------------------------------------------------------------

@@ -16,16 +16,16 @@ AddCommand = Callable[..., argparse.ArgumentParser]
 _DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ms|s)")
 
 
-def add_subcommands(command: argparse.ArgumentParser, add_command: AddCommand) -> None:
-    """`run`, `goodput`, `advise`, `compare`, `plot`, `overload` and `cache`, below `command`."""
+def add_subcommands(command: argparse.ArgumentParser, add_command: AddCommand) -> Any:
+    """`run`, `goodput`, `compare`, `plot`, `overload` and `cache`, below `command`; to what others can be added."""
     subcommands = command.add_subparsers(dest="subcommand", metavar="SUBCOMMAND", required=True)
     _add_run(subcommands, add_command)
     _add_goodput(subcommands, add_command)
-    _add_advise(subcommands, add_command)
     _add_compare(subcommands, add_command)
     _add_plot(subcommands, add_command)
     _add_overload(subcommands, add_command)
     _add_cache(subcommands, add_command)
+    return subcommands
 
 
 def _add_run(subcommands: Any, add_command: AddCommand) -> None:
@@ -40,17 +40,17 @@ def _add_run(subcommands: Any, add_command: AddCommand) -> None:
         _run,
     )
     _add_server(command)
-    _add_load_options(command)
-    _add_shape(command, "requests (or conversations)")
+    add_load_options(command)
+    add_shape(command, "requests (or conversations)")
     talk = command.add_argument_group("conversations", "each turn's prompt is all that was said before, and a new text")
-    talk.add_argument("--conversations", type=_count, metavar="N", help="hold N conversations; --input-len counts the "
+    talk.add_argument("--conversations", type=count, metavar="N", help="hold N conversations; --input-len counts the "
                       "words of a user's text")  # fmt: skip
-    talk.add_argument("--turns", type=_count, default=6, metavar="N", help="turns of each (default: 6)")
+    talk.add_argument("--turns", type=count, default=6, metavar="N", help="turns of each (default: 6)")
     talk.add_argument("--think-time", type=duration_s, default=0.0, metavar="TIME", help="mean pause before the next "
                       "turn, of an exponential distribution, such as 2s (default: none)")  # fmt: skip
     talk.add_argument("--api", choices=("completions", "chat"), default="completions",
                       help="what they are held over (default: completions)")  # fmt: skip
-    _add_slo(command, ttft=None, tpot=None)
+    add_slo(command, ttft=None, tpot=None)
 
 
 def _add_goodput(subcommands: Any, add_command: AddCommand) -> None:
@@ -63,10 +63,10 @@ def _add_goodput(subcommands: Any, add_command: AddCommand) -> None:
         _run,
     )
     _add_server(command)
-    _add_load_options(command)
-    _add_slo(command, ttft="3s", tpot="50ms")
+    add_load_options(command)
+    add_slo(command, ttft="3s", tpot="50ms")
     command.add_argument(
-        "--share", type=_share, default=0.9, metavar="F", help="share of requests that must keep the SLO (default: 0.9)"
+        "--share", type=share, default=0.9, metavar="F", help="share of requests that must keep the SLO (default: 0.9)"
     )
     command.add_argument(
         "--start-rate", type=_positive, default=1.0, metavar="R", help="rate to try first (default: 1)"
@@ -75,42 +75,7 @@ def _add_goodput(subcommands: Any, add_command: AddCommand) -> None:
         "--precision", type=_ratio, default=1.05, metavar="F",
         help="stop when the ratio of the bounds is no larger than this (default: 1.05)",
     )
-    command.add_argument("--max-probes", type=_count, default=12, metavar="N", help="most rates to try (default: 12)")
-
-
-def _add_advise(subcommands: Any, add_command: AddCommand) -> None:
-    command = add_command(
-        subcommands,
-        "advise",
-        "should this load be split? put it on a colocated cluster and on splits of the same size, on this machine, in "
-        "turn, and say which suits",
-        "tandem bench advise --trace AzureLLMInferenceTrace_conv.csv --limit 300 --scale-lengths 0.125\n"
-        "tandem bench advise --trace my.csv --model ~/models/llama-1b --workers 4 --slo-ttft 2s --slo-tpot 60ms\n"
-        "tandem bench advise --concurrency 8 --input-len 512 --output-len 64 --json advice.json --plot advice.png",
-        _advise,
-    )
-    clusters = command.add_argument_group("clusters", "each run starts one, with a free port, and ends it")
-    clusters.add_argument("--model", metavar="DIR_OR_HUB_ID", help="what they serve (default: of --config, else the "
-                          "embedded model)")  # fmt: skip
-    clusters.add_argument("--config", type=Path, metavar="FILE", help="the tandem.yaml of all of them; pools and port "
-                          "are set here")  # fmt: skip
-    size = clusters.add_mutually_exclusive_group()
-    size.add_argument("--workers", type=whole(2), default=2, metavar="N",
-                      help="workers of each cluster: 0+N and all splits, 1+(N-1) and so on (default: 2)")  # fmt: skip
-    size.add_argument("--clusters", type=_pools, nargs="+", metavar="P+D", help="these instead: prefill and decode "
-                      "workers, such as 0+2 1+1; one of them colocated, 0+D")  # fmt: skip
-    clusters.add_argument("--logs", type=Path, default=Path("~/.cache/tandem/advise"), metavar="DIR",
-                          help="where they write what they say (default: ~/.cache/tandem/advise)")  # fmt: skip
-    judging = command.add_argument_group("judgement")
-    judging.add_argument("--repetitions", type=_count, default=4, metavar="N", help="runs of the load on each cluster; "
-                         "they tell what is chance (default: 4)")  # fmt: skip
-    judging.add_argument("--margin", type=_share, default=0.05, metavar="F", help="differences below this share do not "
-                         "count (default: 0.05)")  # fmt: skip
-    _add_slo(judging, ttft=None, tpot=None, otherwise="the clusters' own, `slo` of --config")
-    report = _add_load_options(command, has_records=False)
-    report.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures there, as PNG, SVG or PDF "
-                        "(needs matplotlib: the `bench` extra)")  # fmt: skip
-    _add_shape(command, "requests")
+    command.add_argument("--max-probes", type=count, default=12, metavar="N", help="most rates to try (default: 12)")
 
 
 def _add_compare(subcommands: Any, add_command: AddCommand) -> None:
@@ -153,14 +118,14 @@ def _add_overload(subcommands: Any, add_command: AddCommand) -> None:
     )
     _add_server(command)
     command.add_argument("--json", type=Path, metavar="FILE", help="write the report there (default: standard output)")
-    command.add_argument("--prompt-words", type=_count, default=64, metavar="N", help="words in a prompt (default: 64)")
-    command.add_argument("--max-tokens", type=_count, default=32, metavar="N", help="tokens to generate (default: 32)")
+    command.add_argument("--prompt-words", type=count, default=64, metavar="N", help="words in a prompt (default: 64)")
+    command.add_argument("--max-tokens", type=count, default=32, metavar="N", help="tokens to generate (default: 32)")
     command.add_argument("--seconds", type=_positive, default=60.0, help="length of the overload (default: 60)")
     command.add_argument(
         "--factor", type=_positive, default=20.0, help="load as a multiple of the capacity (default: 20)"
     )
     command.add_argument(
-        "--max-sockets", type=_count, default=1024, metavar="N",
+        "--max-sockets", type=count, default=1024, metavar="N",
         help="most open requests; further ones are not sent (default: 1024)",
     )
     command.add_argument("--seed", type=int, default=1)
@@ -178,14 +143,14 @@ def _add_cache(subcommands: Any, add_command: AddCommand) -> None:
     command.add_argument("file", type=Path, metavar="FILE", help="a trace that names the blocks of its prompts")
     command.add_argument("--format", choices=("mooncake",), help="format of the trace (default: recognised)")
     _add_block_size(command)
-    command.add_argument("--limit", type=_count, metavar="N", help="only its first N requests")
+    command.add_argument("--limit", type=count, metavar="N", help="only its first N requests")
     command.add_argument(
-        "--workers", type=_count, default=1, metavar="N",
+        "--workers", type=count, default=1, metavar="N",
         help="caches; where there are several, requests are placed by what these hold, and for comparison by load "
         "alone (default: 1)",
     )  # fmt: skip
     command.add_argument(
-        "--pages", type=_count, metavar="M",
+        "--pages", type=count, metavar="M",
         help="blocks of the trace that each cache has room for, the least recently used given up (default: no limit)",
     )
     command.add_argument(
@@ -198,7 +163,7 @@ def _add_cache(subcommands: Any, add_command: AddCommand) -> None:
 
 def _add_block_size(command: Any) -> None:
     command.add_argument(
-        "--block-size", type=_count, default=512, metavar="N",
+        "--block-size", type=count, default=512, metavar="N",
         help="tokens of a block that the trace names (default: 512, as Mooncake's)",
     )
 
@@ -213,19 +178,20 @@ def _add_server(command: argparse.ArgumentParser) -> None:
     command.add_argument("--model", metavar="NAME", help="served name of the model (default: the first of /v1/models)")
 
 
-def _add_shape(command: argparse.ArgumentParser, what: str) -> None:
+def add_shape(command: argparse.ArgumentParser, what: str) -> None:
+    """When requests come; at the trace's own times where neither is given."""
     shape = command.add_mutually_exclusive_group()
-    shape.add_argument("--concurrency", type=_count, metavar="N", help="a closed loop of N clients")
+    shape.add_argument("--concurrency", type=count, metavar="N", help="a closed loop of N clients")
     shape.add_argument("--rate", type=_positive, metavar="R", help=f"a Poisson process of R {what} a second")
 
 
-def _add_load_options(command: argparse.ArgumentParser, *, has_records: bool = True) -> Any:
-    """Gives the group of what the report is to be."""
+def add_load_options(command: argparse.ArgumentParser, *, has_records: bool = True) -> Any:
+    """What is asked, and what is told of it; gives the group of the latter."""
     load = command.add_argument_group("load")
-    load.add_argument("--input-len", type=_count, default=512, metavar="N", help="tokens of a prompt (default: 512)")
-    load.add_argument("--output-len", type=_count, default=64, metavar="N", help="tokens to generate (default: 64)")
+    load.add_argument("--input-len", type=count, default=512, metavar="N", help="tokens of a prompt (default: 512)")
+    load.add_argument("--output-len", type=count, default=64, metavar="N", help="tokens to generate (default: 64)")
     load.add_argument(
-        "--num-requests", type=_count, metavar="N", help="requests to send (default: 64; of a trace, all)"
+        "--num-requests", type=count, metavar="N", help="requests to send (default: 64; of a trace, all)"
     )
     load.add_argument(
         "--warmup", type=_natural, default=2, metavar="N", help="requests to send first, not counted (default: 2)"
@@ -241,7 +207,7 @@ def _add_load_options(command: argparse.ArgumentParser, *, has_records: bool = T
     load.add_argument(
         "--timeout", type=_positive, default=600.0, metavar="SECONDS", help="time limit of one answer (default: 600)"
     )
-    load.add_argument("--max-connections", type=_count, default=4096, metavar="N",
+    load.add_argument("--max-connections", type=count, default=4096, metavar="N",
                       help="most connections; requests beyond fail and are counted (default: 4096)")  # fmt: skip
     trace = command.add_argument_group("trace", "lengths and, unless a rate or concurrency is given, arrival times")
     trace.add_argument("--trace", type=Path, metavar="FILE", help="replay the requests of this trace")
@@ -249,7 +215,7 @@ def _add_load_options(command: argparse.ArgumentParser, *, has_records: bool = T
         "--format", choices=("azure", "mooncake", "sharegpt"), help="format of the trace (default: recognised)"
     )
     _add_block_size(trace)
-    trace.add_argument("--limit", type=_count, metavar="N", help="only its first N requests")
+    trace.add_argument("--limit", type=count, metavar="N", help="only its first N requests")
     trace.add_argument("--scale-lengths", type=_positive, default=1.0, metavar="F", help="multiply each length by this")
     trace.add_argument(
         "--cut", type=whole(2), nargs="?", const=0, metavar="N", help="cut requests that are longer than N tokens, "
@@ -275,7 +241,8 @@ def _add_load_options(command: argparse.ArgumentParser, *, has_records: bool = T
     return report
 
 
-def _add_slo(command: Any, *, ttft: str | None, tpot: str | None, otherwise: str = "") -> None:
+def add_slo(command: Any, *, ttft: str | None, tpot: str | None, otherwise: str = "") -> None:
+    """`ttft` and `tpot` are defaults; where there is none, `otherwise` says what holds."""
     for name, default in (("ttft", ttft), ("tpot", tpot)):
         said = f" (default: {default or otherwise})" if default or otherwise else ""
         command.add_argument(
@@ -295,7 +262,8 @@ def duration_s(text: str) -> float:
     return float(found[1]) * (1e-3 if found[2] == "ms" else 1.0)
 
 
-_count = whole(1)
+count = whole(1)
+"""Reads numbers of things."""
 _natural = whole(0)
 
 
@@ -308,7 +276,8 @@ def _speed(text: str) -> float:
     return float(1 / _positive(text))
 
 
-def _share(text: str) -> Any:
+def share(text: str) -> Any:
+    """Reads a part of all."""
     return number(text, float, lambda value: 0 < value <= 1, "a share, above 0 and at most 1")
 
 
@@ -318,13 +287,6 @@ def _ratio(text: str) -> Any:
 
 def _paths(text: str) -> list[Path]:
     return [Path(part) for part in text.split(",")]
-
-
-def _pools(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d{1,4})\+(\d{1,4})", text)
-    if found is None or not int(found[2]):
-        raise argparse.ArgumentTypeError(f"{text!r} names no cluster; write it as 1+2: prefill and decode workers")
-    return int(found[1]), int(found[2])
 
 
 def _id_range(text: str) -> range:
@@ -338,9 +300,3 @@ def _run(options: argparse.Namespace) -> int:
     from tandem.bench.commands import COMMANDS  # it needs much that `--help` does not
 
     return COMMANDS[options.subcommand](options)
-
-
-def _advise(options: argparse.Namespace) -> int:
-    from tandem.bench.advise.command import run
-
-    return run(options)

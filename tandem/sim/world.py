@@ -82,6 +82,11 @@ class WorldShape:
     settings: Settings = field(default_factory=Settings)
 
     @property
+    def is_colocated(self) -> bool:
+        """There are no prefill workers, and none come: decode workers compute all prompts."""
+        return not self.prefill.num_workers and Role.PREFILL not in self.ranges
+
+    @property
     def ranges(self) -> dict[Role, Range]:
         """Of the pools that follow their load."""
         pools = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
@@ -100,6 +105,7 @@ class _Job:
     began_s: float | None = None  # its first chunk is computed
     granted_s: float | None = None  # prefill knows of the pages
     is_computed: bool = False
+    is_paced: bool = True  # at decode, where that computes the prompt
 
     @property
     def request_id(self) -> str:
@@ -195,7 +201,8 @@ class World:
     def run(self, arrivals: Sequence[Arrival]) -> list[Outcome]:
         """Until all requests have ended. Raises `ConfigError` for one that fits into no worker."""
         page_size = self.shape.kv_format.layout.page_size
-        most = page_size * min(self.shape.prefill.num_pages, self.shape.decode.num_pages)
+        pools = [self.shape.decode] if self.shape.is_colocated else [self.shape.prefill, self.shape.decode]
+        most = page_size * min(pool.num_pages for pool in pools)
         for arrival in arrivals:
             if arrival.num_input + arrival.num_output > most:
                 raise ConfigError(
@@ -232,11 +239,12 @@ class World:
             prefill_pool,
             self._pools[Role.DECODE],
             prefill_tokens_per_s=self._prefill_speed.at(self.kernel.now_s),
+            is_colocated=self.shape.is_colocated,
         )
         route = choose(snapshot, facts)
         assert route.decode is not None
         prefill = self.machines[route.prefill] if route.prefill is not None else None
-        job = _Job(outcome, self.machines[route.decode], prefill)
+        job = _Job(outcome, self.machines[route.decode], prefill, is_paced=not route.unpaced)
         outcome.decode, outcome.prefill = route.decode.worker_id, prefill.key.worker_id if prefill is not None else ""
         self._jobs[job.request_id] = job
         num_pages = pages_for(arrival.num_input, job.decode.pool.page_size)
@@ -287,8 +295,8 @@ class World:
         return Choice(
             request_id=job.request_id, attempt=1, choice=0, turn=0.0, arrival=arrival.number,
             token_ids=[TOKEN] * arrival.num_input, num_prompt=arrival.num_input,
-            params=SamplingParams(max_tokens=arrival.num_output), paced=machine.role is Role.DECODE,
-            tpot_s=self.shape.tpot_s,
+            params=SamplingParams(max_tokens=arrival.num_output), paced=machine.role is Role.DECODE and job.is_paced,
+            yields=not job.is_paced, tpot_s=self.shape.tpot_s,
         )  # fmt: skip
 
     def _send_pages(self, job: _Job) -> None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tandem import cli
-from tandem.bench.advise.clusters import Cluster, clusters_of
-from tandem.bench.advise.measure import Advice, AdviceRun, serve_command
-from tandem.bench.advise.report import document, figure_table, figures_of, notes, plot
-from tandem.bench.advise.verdict import Answer, Comparison, Outcome, Verdict, verdict
+from tandem.advise.clusters import Cluster, clusters_of
+from tandem.advise.measure import Advice, AdviceRun, serve_command
+from tandem.advise.report import document, figure_table, figures_of, notes, plot
+from tandem.advise.verdict import Answer, Comparison, Outcome, Verdict, verdict
 from tandem.bench.load.records import Slo
 from tandem.bench.session import Shape, Target, Workload
 from tandem.core.config import Config, load
@@ -210,9 +210,10 @@ def test_the_table_the_file_and_the_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     clusters, runs = (COLOCATED, SPLIT), advice_runs()
     table = figure_table(clusters, runs)
-    assert [column.header for column in table.columns] == ["prefill + decode", "0+2 (colocated)", "1+1"]
-    cells = dict(zip(table.columns[0].cells, table.columns[2].cells, strict=True))
-    assert str(cells["goodput, requests/s"]).startswith("2.00 (")
+    first, second, *_, last = zip(*(column.cells for column in table.columns), strict=True)
+    assert first[:2] == ("goodput, requests/s", "0+2 (colocated)")
+    assert second[:3] == ("", "1+1", "2.00")
+    assert (last[1], last[2], last[4]) == ("1+1", "100.0", "100.0")
     found = verdict(figures_of(clusters, runs), 0.05)
     content = json.loads(json.dumps(document({"workers": 2}, clusters, runs, found)))
     assert (content["format"], content["verdict"]["answer"], content["verdict"]["cluster"]) == (
@@ -253,3 +254,84 @@ def test_what_names_no_cluster_is_refused(text: str, capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         cli.make_parser().parse_args(["bench", "advise", "--clusters", text])
     assert "names no cluster" in capsys.readouterr().err
+
+
+# --- simulated --------------------------------------------------------------------------------------------------------
+
+SCENARIO = """
+times: fitted
+fitted: {base_ms: 5, token_us: 100, row_us: 20}
+tandem: {scheduling: {chunk_size: 256}}
+"""
+TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
+    f"2023-11-16 18:15:{40 + number}.000000,{300 + 10 * number},20\n" for number in range(12)
+)
+
+
+@pytest.fixture
+def simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Runs the command on a small scenario; its code and what it says."""
+    (tmp_path / "scenario.yaml").write_text(SCENARIO)
+    (tmp_path / "trace.csv").write_text(TRACE)
+
+    def run(*arguments: object) -> tuple[int, str]:
+        given = [str(argument) for argument in ("--simulate", tmp_path / "scenario.yaml", *arguments)]
+        code = cli.main(["bench", "advise", "--no-progress", "--json", str(tmp_path / "advice.json"), *given])
+        printed = capsys.readouterr()
+        return code, printed.out + printed.err
+
+    return run
+
+
+def test_a_trace_is_simulated_once_and_a_difference_is_no_chance(
+    simulated: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    code, said = simulated("--trace", tmp_path / "trace.csv", "--workers", 3, "--slo-ttft", "10s", "--slo-tpot", "1s")
+    assert code == 0
+    assert "simulated with the times of" in said
+    content = json.loads((tmp_path / "advice.json").read_text())
+    assert [run["cluster"] for run in content["runs"]] == ["0+3", "1+2", "2+1"]
+    for run in content["runs"]:
+        assert run["figures"]["goodput"]["num_good"] == run["figures"]["num_requests"] == 12
+        assert run["figures"]["output_tokens_per_s"] == pytest.approx(240 / run["figures"]["duration_s"])
+    comparisons = content["verdict"]["comparisons"]
+    assert content["verdict"]["answer"] != "unclear"
+    assert {each["figure"] for each in comparisons} == {"goodput", "throughput", "ttft", "tpot", "gap"}
+    assert all(each["low"] == each["ratio"] == each["high"] for each in comparisons)
+    # The prompt of a request is computed at once in all clusters; beside prefill its pages are on their way too.
+    ttft = {run["cluster"]: run["figures"]["ttft_s"]["mean"] for run in content["runs"]}
+    assert ttft["0+3"] > 0.03
+
+
+def test_arrivals_by_chance_are_repeated(simulated: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+    simulated("--rate", 5, "--num-requests", 20, "--repetitions", 2)
+    runs = json.loads((tmp_path / "advice.json").read_text())["runs"]
+    assert [(run["cluster"], run["repetition"]) for run in runs] == [("0+2", 1), ("1+1", 1), ("0+2", 2), ("1+1", 2)]
+    durations = [run["figures"]["duration_s"] for run in runs]
+    assert durations[0] != durations[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--concurrency", "2"), "takes a load with times"),
+        ((), "give --rate"),
+        (("--rate", "1", "--model", "embedded"), "--model does not go with --simulate"),
+        (("--rate", "1", "--cut"), "give its tokens to --cut"),
+        (("--rate", "1", "--input-len", "200000"), "has room for"),
+    ],
+    ids=["closed", "no times", "model", "context", "too long"],
+)
+def test_what_cannot_be_simulated_is_said(
+    simulated: Callable[..., tuple[int, str]], arguments: tuple[str, ...], message: str
+) -> None:
+    code, said = simulated(*arguments)
+    assert code == 1
+    assert message in said
+
+
+def test_an_exact_repetition_tells_all() -> None:
+    measured = {COLOCATED: {1: figures(goodput=1.0)}, SPLIT: {1: figures(goodput=2.0)}}
+    found = verdict(measured, 0.05, is_exact=True)
+    assert found is not None
+    assert (found.answer, of(found, "goodput").low) == (Answer.SPLIT, pytest.approx(2.0))

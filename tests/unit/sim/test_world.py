@@ -262,3 +262,26 @@ def test_steps_taken_at_once_change_nothing(seed: int, rate: float, num_pages: i
             assert getattr(one, name) == pytest.approx(getattr(other, name), abs=1e-9)
     for (_, work), (_, other_work) in zip(works, other_works, strict=True):
         assert dataclasses.asdict(work) == pytest.approx(dataclasses.asdict(other_work), abs=1e-9)
+
+
+# -- colocated
+
+
+COLOCATED = dataclasses.replace(SHAPE, prefill=dataclasses.replace(SHAPE.prefill, num_workers=0, num_pages=1))
+
+
+def test_without_prefill_workers_decode_computes_all_of_a_prompt_in_chunks_of_full_size() -> None:
+    world, (one,) = simulated(COLOCATED, [Arrival(0, 5.0, 100, 11)])
+    assert [machine.role for machine in world.machines.values()] == [Role.DECODE]
+    # 64 tokens, then 36; nothing is sent but the request.
+    assert one.first_token_s == pytest.approx(5.0 + MESSAGE_S + 2 * STEP_S + 100 * TOKEN_S)
+    assert one.last_token_s == pytest.approx(one.first_token_s + 10 * (STEP_S + TOKEN_S))
+    assert one.prefill == ""
+
+
+def test_colocated_workers_share_the_requests() -> None:
+    two = dataclasses.replace(COLOCATED, decode=dataclasses.replace(SHAPE.decode, num_workers=2))
+    _, outcomes = simulated(two, drawn(60, 8.0, Lengths(150, 0.5), Lengths(30, 0.5), seed=3))
+    by_worker = [sum(one.decode == worker for one in outcomes) for worker in {one.decode for one in outcomes}]
+    assert len(by_worker) == 2
+    assert min(by_worker) > 20

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from tandem.bench.advise.clusters import Cluster
-from tandem.bench.advise.measure import AdviceRun
-from tandem.bench.advise.verdict import FIGURES, Figure, Measured, Verdict
+from tandem.advise.clusters import Cluster
+from tandem.advise.measure import AdviceRun
+from tandem.advise.verdict import FIGURES, Figure, Measured, Verdict
 from tandem.bench.load.records import Slo
-from tandem.bench.repetitions import Spread, spread
+from tandem.bench.repetitions import spread
 from tandem.bench.report.plot import new_figure
 from tandem.core.errors import ConfigError
 
@@ -35,18 +35,19 @@ def figures_of(clusters: Sequence[Cluster], runs: Sequence[AdviceRun]) -> Measur
 
 
 def figure_table(clusters: Sequence[Cluster], runs: Sequence[AdviceRun]) -> Table:
-    """The median of each figure over the repetitions, with the lowest and the highest."""
-    titles = [f"{cluster} (colocated)" if cluster.is_colocated else str(cluster) for cluster in clusters]
-    table = Table("prefill + decode", *titles, box=None)
-    for column in table.columns[1:]:
+    """Of each figure and cluster the median over the repetitions, the lowest and the highest."""
+    table = Table("", "prefill + decode", "median", "lowest", "highest", box=None)
+    for column in table.columns[2:]:
         column.justify = "right"
-    found = by_cluster(clusters, runs)
-    for figure in FIGURES:
-        spreads = [spread(figure.of(run.figures) for run in of) for of in found.values()]
-        if any(spreads):
-            table.add_row(figure.title, *map(_shown, spreads))
-    kept = [spread(kept_share(run) * 100 for run in of) for of in found.values()]
-    table.add_row("kept the targets, %", *map(_shown, kept))
+    kept = Figure("kept", "kept the targets, %", lambda run: float(run["goodput"]["share"]) * 100, is_gain=True)
+    for figure in (*FIGURES, kept):
+        title = figure.title
+        for cluster, of in by_cluster(clusters, runs).items():
+            found = spread(figure.of(run.figures) for run in of)
+            if found is not None:
+                name = f"{cluster} (colocated)" if cluster.is_colocated else str(cluster)
+                table.add_row(title, name, *map(_shown, (found.median, found.low, found.high)))
+                title = ""
     return table
 
 
@@ -55,12 +56,8 @@ def kept_share(run: AdviceRun) -> float:
     return float(run.figures["goodput"]["share"])
 
 
-def _shown(found: Spread | None) -> str:
-    if found is None:
-        return ""
-    digits = 2 if found.median < 10 else 1
-    text = f"{found.median:,.{digits}f}"
-    return text if found.num == 1 else f"{text} ({found.low:,.{digits}f} to {found.high:,.{digits}f})"
+def _shown(value: float) -> str:
+    return f"{value:,.{2 if value < 10 else 1}f}"
 
 
 def notes(clusters: Sequence[Cluster], runs: Sequence[AdviceRun], slo: Slo) -> Iterator[str]:

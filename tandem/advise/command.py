@@ -9,14 +9,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.progress import track
 
 from router.request.targets import Targets
-from tandem.bench.advise.clusters import Cluster, clusters_of
-from tandem.bench.advise.measure import Advice, AdviceRun, measure
-from tandem.bench.advise.report import document, figure_table, figures_of, notes, plot
-from tandem.bench.advise.verdict import Verdict, verdict
+from tandem.advise.clusters import Cluster, clusters_of
+from tandem.advise.measure import Advice, AdviceRun, measure
+from tandem.advise.report import document, figure_table, figures_of, notes, plot
+from tandem.advise.simulate import Simulation
+from tandem.advise.verdict import Verdict, verdict
 from tandem.bench.commands import INTERRUPTED, in_loop, plain_options, workload_of
 from tandem.bench.load.records import Slo
+from tandem.bench.load.traces import Cut
 from tandem.bench.machine import machine, now, versions
 from tandem.bench.report import json_file
 from tandem.bench.report.plot import new_figure
@@ -32,10 +35,14 @@ def run(options: argparse.Namespace) -> int:
         ConfigError: an option, the trace or the configuration is wrong.
         TandemError: a cluster did not start, or did not answer.
     """
-    clusters = _clusters(options)
-    config, slo = _config(options)
     if options.plot is not None:
         new_figure(height=1.0)  # after the measurement would be late to say that there is no matplotlib
+    return _simulated(options) if options.simulate is not None else _measured(options)
+
+
+def _measured(options: argparse.Namespace) -> int:
+    clusters = _clusters(options)
+    config, slo = _config(options)
     advice = Advice(
         clusters=clusters,
         num_repetitions=options.repetitions,
@@ -55,18 +62,35 @@ def run(options: argparse.Namespace) -> int:
         was_interrupted = True
     if not advice.runs:
         raise KeyboardInterrupt
-    found = _told(advice.clusters, advice.runs, slo, options, was_interrupted=was_interrupted)
-    if options.json is not None:
-        more = {
-            "date": now(),
-            "was_interrupted": was_interrupted,
-            "slo": dataclasses.asdict(slo),
-            "cut": None if advice.cut is None else dataclasses.asdict(advice.cut),
-            "machine": machine(),
-            "versions": versions(),
-        }
-        json_file.write(options.json, document(plain_options(options), clusters, advice.runs, found, **more))
+    found = verdict(figures_of(clusters, advice.runs), options.margin)
+    _tell(options, clusters, advice.runs, slo, found, was_interrupted=was_interrupted)
+    _write(options, clusters, advice.runs, slo, found, advice.cut, was_interrupted=was_interrupted)
     return INTERRUPTED if was_interrupted else int(any(each.figures["num_failed"] for each in advice.runs))
+
+
+def _simulated(options: argparse.Namespace) -> int:
+    for name in ("model", "config"):
+        if getattr(options, name) is not None:
+            raise ConfigError(f"--{name} does not go with --simulate: the scenario has it", key=f"--{name}")
+    clusters = _clusters(options)
+    simulation = Simulation.of(
+        options.simulate,
+        workload_of(options),
+        Shape(concurrency=options.concurrency, rate=options.rate),
+        Slo(options.slo_ttft, options.slo_tpot),
+    )
+    turns = [(number, each) for number in range(1, options.repetitions + 1) for each in clusters]
+    if simulation.is_exact:
+        turns = turns[: len(clusters)]
+    runs = [
+        simulation.run(cluster, number)
+        for number, cluster in track(turns, "simulating", console=Console(stderr=True), disable=not options.progress)
+    ]
+    found = verdict(figures_of(clusters, runs), options.margin, is_exact=simulation.is_exact)
+    _tell(options, clusters, runs, simulation.slo, found)
+    print(f"note: simulated with the times of {options.simulate}: trust no difference that is as small as their error")
+    _write(options, clusters, runs, simulation.slo, found, simulation.cut)
+    return 0
 
 
 def _clusters(options: argparse.Namespace) -> tuple[Cluster, ...]:
@@ -91,23 +115,20 @@ def _config(options: argparse.Namespace) -> tuple[Config, Slo]:
     return config, Slo(targets.ttft_s, targets.tpot_s)
 
 
-def _told(
+def _tell(
+    options: argparse.Namespace,
     clusters: Sequence[Cluster],
     runs: Sequence[AdviceRun],
     slo: Slo,
-    options: argparse.Namespace,
+    found: Verdict | None,
     *,
-    was_interrupted: bool,
-) -> Verdict | None:
+    was_interrupted: bool = False,
+) -> None:
     """Print what was found, and draw it."""
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    found = verdict(figures_of(clusters, runs), options.margin)
     console.print(figure_table(clusters, runs))
     console.print()
-    if found is None:
-        console.print("No verdict: no repetition has run on all clusters.")
-    else:
-        console.print("\n".join(found.words))
+    console.print("No verdict: no repetition has run on all clusters." if found is None else "\n".join(found.words))
     for note in notes(clusters, runs, slo):
         console.print(f"note: {note}")
     if was_interrupted:
@@ -115,4 +136,27 @@ def _told(
     if options.plot is not None:
         plot(options.plot, clusters, runs, "no verdict" if found is None else found.words[0])
         console.print(f"plot: {options.plot}")
-    return found
+
+
+def _write(
+    options: argparse.Namespace,
+    clusters: Sequence[Cluster],
+    runs: Sequence[AdviceRun],
+    slo: Slo,
+    found: Verdict | None,
+    cut: Cut | None,
+    *,
+    was_interrupted: bool = False,
+) -> None:
+    """To the file of `--json`, where there is one."""
+    if options.json is None:
+        return
+    more = {
+        "date": now(),
+        "was_interrupted": was_interrupted,
+        "slo": dataclasses.asdict(slo),
+        "cut": None if cut is None else dataclasses.asdict(cut),
+        "machine": machine(),
+        "versions": versions(),
+    }
+    json_file.write(options.json, document(plain_options(options), clusters, runs, found, **more))

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from tandem.bench.advise.clusters import Cluster
+from tandem.advise.clusters import Cluster
 from tandem.bench.repetitions import Difference, differences, half_width, residual
 
 RunFigures = Mapping[str, Any]  # of a `Summary`, as plain data
@@ -43,7 +43,7 @@ class Figure:
 
 def _latency(name: str, statistic: str) -> Callable[[RunFigures], float | None]:
     def of(figures: RunFigures) -> float | None:
-        found = figures[name]
+        found = figures.get(name)
         return None if found is None else float(found[statistic]) * 1e3
 
     return of
@@ -56,7 +56,9 @@ FIGURES = (
     Figure("ttft", "mean TTFT, ms", _latency("ttft_s", "mean")),
     Figure("tpot", "mean TPOT, ms", _latency("tpot_s", "mean")),
     Figure("itl", "p99 ITL, ms", _latency("itl_s", "p99")),
+    Figure("gap", "p99 longest gap of a request, ms", _latency("longest_gap_s", "p99")),
 )
+_NUM_OTHERS = 4  # beside goodput, that a run has: it knows all gaps, or the longest of each request
 
 
 class Outcome(StrEnum):
@@ -118,16 +120,16 @@ class Verdict:
         }
 
 
-def verdict(measured: Measured, margin: float) -> Verdict | None:
-    """`None` where no repetition has run on all clusters, or there is only one of them."""
-    whole = set.intersection(*(set(runs) for runs in measured.values())) if len(measured) > 1 else set()
+def verdict(measured: Measured, margin: float, *, is_exact: bool = False) -> Verdict | None:
+    """`None` where no repetition has run on all clusters, or there is only one of them. `is_exact`: a repetition gives
+    the same again, so one tells all."""
+    whole = set.intersection(*(set(of) for of in measured.values())) if len(measured) > 1 else set()
     if not whole:
         return None
-    comparisons = [
-        comparison
-        for figure in FIGURES
-        for comparison in _compared(figure, {each: _in_order(measured[each], whole) for each in measured}, margin)
-    ]
+    if is_exact:
+        whole = set(list(whole)[:1])
+    runs = {cluster: _in_order(of, whole) * (2 if is_exact else 1) for cluster, of in measured.items()}
+    comparisons = [comparison for figure in FIGURES for comparison in _compared(figure, runs, margin)]
     return _Judgement(list(measured), comparisons, len(whole), margin).verdict()
 
 
@@ -147,7 +149,7 @@ def _compared(figure: Figure, runs: Mapping[Cluster, Sequence[RunFigures]], marg
     unit = max(means) or 1.0
     scaled = [[math.log(value) if are_ratios else value / unit for value in row] for row in values]
     limit = math.log1p(margin) if are_ratios else margin
-    confidence = 1 - (_CHANCE if figure is GOODPUT else _CHANCE / (len(FIGURES) - 1))
+    confidence = 1 - (_CHANCE if figure is GOODPUT else _CHANCE / _NUM_OTHERS)
 
     def ratio(change: float) -> float | None:
         if not math.isfinite(change):

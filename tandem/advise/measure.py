@@ -21,8 +21,8 @@ from typing import Any
 
 from rich.console import Console
 
-from tandem.bench.advise.clusters import Cluster
-from tandem.bench.advise.verdict import RunFigures
+from tandem.advise.clusters import Cluster
+from tandem.advise.verdict import RunFigures
 from tandem.bench.child_process import free_port
 from tandem.bench.load.records import Slo
 from tandem.bench.load.traces import Cut

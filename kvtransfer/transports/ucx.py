@@ -22,11 +22,13 @@ outstanding or expected. Measured on one host over shared memory:
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -62,6 +64,9 @@ DEFAULT_ENVIRONMENT: dict[str, str] = {
     "NIXL_LOG_LEVEL": "WARN",
 }
 
+#: The package of NIXL that Tandem requires.
+DEFAULT_BUILD = "nixl_cu12"
+
 # What a notification of NIXL is, by its first byte.
 _TAG, _MESSAGE, _GREETING = b"t", b"m", b"g"
 _NUMBER = struct.Struct("<Q")  # of a connection, in a greeting
@@ -76,6 +81,19 @@ def _translated(what: str) -> Iterator[None]:
         raise
     except Exception as error:  # NIXL's error classes have no other common base
         raise TransportError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def _nixl() -> ModuleType:
+    """NIXL's API: of the build for this torch's CUDA where that is installed, else of the one that comes with Tandem.
+
+    The builds differ in what they load for memory of a GPU. On a CPU either does.
+    """
+    import torch
+
+    major = (torch.version.cuda or "").partition(".")[0]
+    name = f"nixl_cu{major}"
+    is_there = bool(major) and importlib.util.find_spec(name) is not None
+    return importlib.import_module(f"{name if is_there else DEFAULT_BUILD}._api")
 
 
 def _memory(device: str) -> tuple[str, int]:
@@ -101,10 +119,9 @@ class UcxTransport(Transport):
         for key, value in (DEFAULT_ENVIRONMENT | networks).items():
             os.environ.setdefault(key, value)
         with _translated("cannot start NIXL"):
-            from nixl_cu12._api import nixl_agent, nixl_agent_config
-
-            config = nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
-            self._agent: Any = nixl_agent(agent_name, config)
+            nixl = _nixl()
+            config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+            self._agent: Any = nixl.nixl_agent(agent_name, config)
             if "UCX" not in self._agent.backends:
                 raise TransportError("this build of NIXL has no UCX backend")
         self._registration: Any = None

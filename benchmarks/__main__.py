@@ -14,6 +14,9 @@ from tandem.core.arguments import Parser, port, whole
 #: What `parts` can measure.
 PARTS = ("exposed", "bandwidth", "admission", "ttft", "streaming", "routers", "placement", "idle", "startup")
 
+#: What `scale` can measure.
+SCALE_PARTS = ("growth", "thousand", "azure")
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one measurement; the exit code as `tandem`'s."""
@@ -34,6 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_placement(commands)
     _add_autoscale(commands)
     _add_law(commands)
+    _add_scale(commands)
     _add_conversations(commands)
     _add_simulated(commands)
     _add_accuracy(commands)
@@ -144,6 +148,28 @@ def _add_law(commands: Any) -> None:
         _law,
     )
     command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+
+
+def _add_scale(commands: Any) -> None:
+    command = add_command(
+        commands,
+        "scale",
+        "how large a cluster the simulator holds, and what grows with its workers; half an hour, 5 GB",
+        "python -m benchmarks scale --traces ~/traces --json docs/figures/scale.json\n"
+        "python -m benchmarks scale --only thousand --seconds 10",
+        _scale,
+    )
+    command.add_argument(
+        "--only", nargs="+", choices=SCALE_PARTS, metavar="NAME",
+        help=f"measure these alone: {', '.join(SCALE_PARTS)} (default: all)",
+    )  # fmt: skip
+    command.add_argument(
+        "--seconds", type=whole(1), default=60, metavar="S", help="of the load on 1,024 workers (default: 60)"
+    )
+    command.add_argument(
+        "--traces", type=Path, metavar="DIR", help="with AzureLLMInferenceTrace_conv.csv (default: here)"
+    )
+    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there; other parts stay")
 
 
 def _add_conversations(commands: Any) -> None:
@@ -291,6 +317,14 @@ def _law(options: argparse.Namespace) -> int:
     from benchmarks.law import command
 
     command.run(options.json)
+    return 0
+
+
+def _scale(options: argparse.Namespace) -> int:
+    from benchmarks.scale import command
+
+    sizes = command.ScaleSizes(thousand_s=options.seconds)
+    command.run(options.traces, tuple(options.only or SCALE_PARTS), options.json, sizes)
     return 0
 
 

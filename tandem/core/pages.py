@@ -28,6 +28,9 @@ class PageState(Enum):
     CACHED = "cached"
     QUARANTINED = "quarantined"
 
+    # Members are single, and each page that changes its state looks them up: `Enum` hashes their names, in Python.
+    __hash__ = object.__hash__
+
 
 @dataclass(frozen=True, slots=True)
 class PageCounts:

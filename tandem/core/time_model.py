@@ -5,13 +5,15 @@ A YAML file says it. A simulation is told so what to simulate, and workers of a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 from tandem.core.config_tree import build, key, read_yaml
 from tandem.core.dtypes import PAGE_DTYPES, kv_head_bytes
 from tandem.core.errors import ConfigError
 from tandem.core.identity import Role
+from tandem.core.step_table import read_table
 from tandem.core.step_times import Card, Fitted, ModelSize, Roofline, StepTimes
 
 _GIGA, _TERA = 1e9, 1e12
@@ -75,14 +77,22 @@ class TimeModel:
     prefill: PoolSpec = field(default_factory=PoolSpec)
     decode: PoolSpec = field(default_factory=PoolSpec)
     model: ModelSpec = field(default_factory=ModelSpec)
-    times: str = key("roofline", "How long steps take.", choices=("roofline", "fitted"))
+    times: str = key("roofline", "How long steps take.", choices=("roofline", "fitted", "table"))
     card: CardSpec = field(default_factory=CardSpec)
     fitted: FittedSpec = field(default_factory=FittedSpec)
+    table: str = key("", "A profile of steps (CSV), relative to this file.")
+
+    def __post_init__(self) -> None:
+        if self.times == "table" and not self.table:
+            raise ConfigError("times: table needs a profile of steps; name its file", key="table")
 
     def pool(self, role: Role) -> PoolSpec:
         return self.prefill if role is Role.PREFILL else self.decode
 
     def step_times(self) -> StepTimes:
+        """Raises `ConfigError` where the profile cannot be used."""
+        if self.times == "table":
+            return read_table(Path(self.table))
         if self.times == "fitted":
             fitted = self.fitted
             return Fitted(
@@ -105,10 +115,19 @@ class TimeModel:
         )
 
 
+_Model = TypeVar("_Model", bound=TimeModel)
+
+
+def beside(path: Path, model: _Model) -> _Model:
+    """The model of the file at `path`, whose profile is looked for from there."""
+    return replace(model, table=str(path.parent / model.table)) if model.table else model
+
+
 def read_time_model(path: Path) -> TimeModel:
     """Of a file of its own, or of a scenario. Raises `ConfigError`, which names file and key."""
     try:
         tree = read_yaml(path, "--time-model (model.time_model)")
-        return build(TimeModel, {name: value for name, value in tree.items() if name not in OF_SIMULATIONS})
+        model = build(TimeModel, {name: value for name, value in tree.items() if name not in OF_SIMULATIONS})
+        return beside(path, model)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.message}", key=error.key or "model.time_model") from error

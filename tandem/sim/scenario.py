@@ -14,7 +14,7 @@ from tandem.core.config import Config
 from tandem.core.config_tree import build, key, read_yaml
 from tandem.core.errors import ConfigError
 from tandem.core.identity import Role
-from tandem.core.time_model import PoolSpec, TimeModel
+from tandem.core.time_model import PoolSpec, TimeModel, beside
 from tandem.sim.load import Arrival, Lengths, drawn, recorded
 from tandem.sim.world import PoolShape, WorldShape
 from tandem.worker.limits import Site, scheduler_limits
@@ -129,7 +129,7 @@ class Scenario(TimeModel):
 def read_scenario(path: Path) -> Scenario:
     """Raises `ConfigError`, which names file and key."""
     try:
-        return build(Scenario, read_yaml(path, "FILE"))
+        return beside(path, build(Scenario, read_yaml(path, "FILE")))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.message}", key=error.key) from error
 

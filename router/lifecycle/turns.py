@@ -99,7 +99,7 @@ class Turns:
             self._waiting.pop(entry).come(self._under_way)
 
     def _may_follow(self, entry: Waiting, room: Room) -> bool:
-        return self._under_way.may_follow(entry.num_tokens, entry.num_sequences, room, entry.turn, entry.tpot_s)
+        return self._under_way.may_follow(entry.num_tokens, entry.num_sequences, room, entry.turn)
 
     def leave(self, turn: Turn) -> None:
         """The request has ended."""
@@ -133,7 +133,6 @@ class Turn:
             arrived_s=request.arrived_s,
             num_tokens=len(request.prompt_ids),
             num_sequences=0 if request.pools else request.num_choices,
-            tpot_s=request.targets.tpot_s if request.targets is not None else 0.0,
         )
         self.has_come = False
         self._turns, self._inbox = turns, inbox

@@ -8,8 +8,8 @@ running idle:
   than these compute in a quarter of a second. That covers the way of a message there and back many times. Prompts
   behind which it does not have to wait there do not count: long ones have later turns (`tandem.worker.turn`).
 - *Places*: not more sequences are under way than decode's batches hold, and as many more as leave their places until
-  one that is placed now has its first token, and a time per token later. Who gets its first token sooner would wait for
-  the second; who gets it later leaves a place empty.
+  one that is placed now has its first token. Who gets its first token sooner would wait for the second; who gets it
+  later leaves a place empty.
 - *Pages*: where no decode worker has room for the prompt, not more than two for each wait there for pages.
 
 Several routers divide the places evenly, and one takes besides what the others leave of theirs: connections may lie
@@ -74,15 +74,12 @@ class UnderWay:
     num_ungranted: int = 0  # requests that wait for pages at decode
     turns_ahead: list[float] = field(default_factory=list)  # of those ahead, their turns at workers; sorted
 
-    def may_follow(
-        self, num_tokens: int, num_sequences: int, room: Room, turn: float = math.inf, tpot_s: float = 0.0
-    ) -> bool:
+    def may_follow(self, num_tokens: int, num_sequences: int, room: Room, turn: float = math.inf) -> bool:
         """Whether a request with such a prompt is placed now.
 
         Args:
             num_sequences: 0 where no decode worker serves it.
             turn: of its prompt at a worker.
-            tpot_s: in which it wants its second token after the first.
         """
         if not self.num_requests or not room.num_computing or (num_sequences and not room.num_decode):
             return True  # without workers it is to find that out
@@ -91,7 +88,7 @@ class UnderWay:
             return False
         if not num_sequences:
             return True
-        num_left = room.num_left_in(self._first_token_in_s(num_tokens, room) + tpot_s)
+        num_left = room.num_left_in(self._first_token_in_s(num_tokens, room))
         if self.num_sequences + num_sequences > math.ceil(room.num_places + num_left):
             return False
         has_pages = num_tokens <= room.most_pages * room.page_size

@@ -47,7 +47,6 @@ class Waiting:
         arrived_s: on the router's clock.
         num_tokens: of its prompt.
         turn: of its prompt at a worker among others of its priority, on the router's clock.
-        tpot_s: in which each further token is wanted; 0: nobody says.
         num_sequences: that it will have in decode's batch; 0: no decode worker serves it.
     """
 
@@ -60,7 +59,6 @@ class Waiting:
     num_tokens: int
     num_sequences: int = 1
     turn: float = math.inf
-    tpot_s: float = 0.0
     number: int = 0  # in the order of entering; set by the queue
     waits: bool = False  # set by the queue
 

@@ -46,22 +46,21 @@ def test_before_the_speed_is_known_their_number_counts() -> None:
     assert not may_follow(UnderWay(num_requests=4, num_ahead=4), replace(ROOM, tokens_per_s=0.0))
 
 
-def test_as_many_as_decode_has_places_and_as_leave_theirs_until_the_second_token() -> None:
+def test_as_many_as_decode_has_places_and_as_leave_theirs_until_the_first_token() -> None:
     """Of 64 sequences that stay for 8 seconds one leaves every eighth of a second."""
     unknown, known = ROOM, replace(ROOM, place_s=8.0)
 
-    def most(room: Room, *, tokens: int = 100, ahead: int = 0, tpot_s: float = 0.0) -> int:
+    def most(room: Room, *, tokens: int = 100, ahead: int = 0) -> int:
         numbers = range(64, 200)
         at = [UnderWay(num_requests=n, num_sequences=n, tokens_ahead=ahead, num_ahead=ahead > 0) for n in numbers]
-        may = [n for n, u in zip(numbers, at, strict=True) if u.may_follow(tokens, 1, room, tpot_s=tpot_s)]
+        may = [n for n, u in zip(numbers, at, strict=True) if u.may_follow(tokens, 1, room)]
         return 1 + max(may, default=63)
 
     assert most(unknown, tokens=4000) == 64
     assert not may_follow(UnderWay(num_requests=64, num_sequences=64), unknown)
     assert most(known, tokens=1000) == 64 + 8, "its first token comes in a second"
     assert most(known, tokens=1000, ahead=2000) == 64 + 16, "two workers compute what is ahead in another second"
-    assert most(known, tokens=1000, tpot_s=0.25) == 64 + 10
-    assert most(replace(known, tokens_per_s=0.0), tokens=1000, tpot_s=0.25) == 64 + 2
+    assert most(replace(known, tokens_per_s=0.0), tokens=1000) == 64
     assert may_follow(UnderWay(num_requests=80, num_sequences=80), sequences=0), "pooled: decode has nothing to do"
 
 
@@ -71,15 +70,14 @@ def test_as_many_as_decode_has_places_and_as_leave_theirs_until_the_second_token
 )
 def test_places_are_neither_waited_for_nor_empty(prompt_s: float, place_s: float, num_places: int) -> None:
     """Of 400 requests that come at once, in virtual time: one prefill worker, and batches that are soon full."""
-    tpot_s = place_s / 50
-    gaps, took_s = served(400, prompt_s, place_s, num_places, tpot_s)
+    gaps, took_s = served(400, prompt_s, place_s, num_places)
     warm = gaps[2 * num_places :]  # before that it is not known how long sequences stay
-    assert sum(warm) / len(warm) <= 2 * tpot_s + prompt_s / 2
+    assert sum(warm) / len(warm) <= place_s / 25 + prompt_s / 2
     ideal_s = 400 * max(prompt_s, place_s / num_places)
     assert took_s <= 1.15 * ideal_s + place_s + prompt_s
 
 
-def served(num: int, prompt_s: float, place_s: float, num_places: int, tpot_s: float) -> tuple[list[float], float]:
+def served(num: int, prompt_s: float, place_s: float, num_places: int) -> tuple[list[float], float]:
     """From first to second token of each, in their order, and when all have ended."""
     rng, now_s, numbers = Random(1), 0.0, count()
     events: list[tuple[float, int, str, int]] = []
@@ -88,7 +86,7 @@ def served(num: int, prompt_s: float, place_s: float, num_places: int, tpot_s: f
     gaps, to_come, is_computing = dict[int, float](), deque(range(num)), False
     while True:
         room = Room(1, 100 / prompt_s, 1, num_places, 10**6, 16, place_s=mean_s)
-        while to_come and under_way.may_follow(100, 1, room, tpot_s=tpot_s):
+        while to_come and under_way.may_follow(100, 1, room):
             at_prefill.append(to_come.popleft())
             under_way.num_requests += 1
             under_way.num_sequences += 1

@@ -14,7 +14,8 @@ from tandem.core.step_times import PromptSteps
 
 _MAX_TICKS = 2048
 _MAX_WORK = 256
-_NAMES = {
+#: Parts of a request's time, by the state in which it is.
+PART_NAMES = {
     RequestState.QUEUED: "waits for prefill",
     RequestState.PREFILLING: "prefill",
     RequestState.HANDOFF: "handoff",
@@ -162,15 +163,15 @@ class Trace:
             points.append((self.read_s, 1, "tokenise", 0))
         if self.ready_s is not None:
             points.append((self.ready_s, 2, "queue", 0))
-        points += [(note.began_s, 4, _NAMES[RequestState.QUEUED], note.number) for note in self.attempts]
+        points += [(note.began_s, 4, PART_NAMES[RequestState.QUEUED], note.number) for note in self.attempts]
         is_first = True
         for stamp_s, state in self.stamps:
             if state is RequestState.QUEUED:  # again: an attempt failed
                 if not is_first:
                     points.append((stamp_s, 3, "queue", self._attempt_at(stamp_s)))
                 is_first = False
-            elif state in _NAMES:
-                points.append((stamp_s, 5, _NAMES[state], self._attempt_at(stamp_s)))
+            elif state in PART_NAMES:
+                points.append((stamp_s, 5, PART_NAMES[state], self._attempt_at(stamp_s)))
             else:
                 points.append((stamp_s, 6, "send", 0))
         for from_s, _, name, attempt in sorted(points, key=lambda point: point[:2]):  # those at once as they came

@@ -78,6 +78,7 @@ class Machine:
         self._on_quiet, self._looks_at_s = on_quiet, looks_at_s
         self._is_busy = False
         self._began_s = 0.0
+        self.step_began_s = 0.0  # the last one that was planned by itself
         self._ends_s: list[float] = []  # of the quiet steps that are under way
         self._run = 0  # of these: a number that names them
 
@@ -114,6 +115,7 @@ class Machine:
 
     def _begin(self, batch: Batch, num_rows: int, seconds: float, left_s: float | None = None) -> None:
         """`left_s`: of its time; `None`: all."""
+        self.step_began_s = self._kernel.now_s
         self._note(1, batch.num_tokens, num_rows, seconds)
         if batch.num_paced_tokens:
             self.work.num_mixed_steps += 1

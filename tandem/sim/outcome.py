@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from router.observe.trace import PART_NAMES
+from tandem.core.states import RequestState
 from tandem.sim.load import Arrival
 
 
@@ -19,6 +21,8 @@ class Outcome:
     last_token_s: float = 0.0
     longest_gap_s: float = 0.0
     num_tokens: int = 0
+    prefill_s: float | None = None  # the first step with tokens of its prompt began
+    handed_off_s: float | None = None  # decode has its pages; `None`: it needed none of another worker
 
     @property
     def is_over(self) -> bool:
@@ -36,6 +40,23 @@ class Outcome:
     def tpot_s(self) -> float | None:
         """Between two tokens, on average; `None`: there is one."""
         return (self.last_token_s - self.first_token_s) / (self.num_tokens - 1) if self.num_tokens > 1 else None
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds by what they were spent for, in its order, as a router names them; once it is over. All in all that
+        is from its arrival to its last token."""
+        assert self.prefill_s is not None
+        ends_s = {
+            RequestState.QUEUED: self.prefill_s,
+            RequestState.PREFILLING: self.first_token_s,
+            RequestState.HANDOFF: self.handed_off_s,
+            RequestState.DECODING: self.last_token_s,
+        }
+        found, since_s = {}, self.arrival.arrived_s
+        for state, end_s in ends_s.items():
+            if end_s is not None:
+                found[PART_NAMES[state]], since_s = end_s - since_s, end_s
+        return found
 
     def keeps(self, ttft_s: float, tpot_s: float) -> bool:
         """Whether it kept both targets."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from router.observe.trace import PART_NAMES
 from tandem.bench.report.summary import Distribution, distribution
 from tandem.core.identity import WORKER_ROLES, Role
 from tandem.sim.outcome import Outcome
@@ -25,6 +26,7 @@ def content(world: World, outcomes: Sequence[Outcome], took_s: float) -> dict[st
         "longest_gap_s": [one.longest_gap_s for one in outcomes if one.num_tokens > 1],
         "e2e_s": [one.e2e_s for one in outcomes],
     }
+    parts = {name: [one.parts[name] for one in outcomes if name in one.parts] for name in PART_NAMES.values()}
     return {
         "format": FORMAT,
         "simulated_s": end_s,
@@ -46,6 +48,10 @@ def content(world: World, outcomes: Sequence[Outcome], took_s: float) -> dict[st
             name: dataclasses.asdict(found) if (found := distribution(values)) else None
             for name, values in latencies.items()
         },
+        "parts": {
+            name: dataclasses.asdict(found) if (found := distribution(values)) else None
+            for name, values in parts.items()
+        },
         "workers": [
             {
                 "name": machine.key.worker_id,
@@ -66,6 +72,7 @@ def content(world: World, outcomes: Sequence[Outcome], took_s: float) -> dict[st
                 "first_token_s": one.first_token_s,
                 "last_token_s": one.last_token_s,
                 "longest_gap_s": one.longest_gap_s,
+                "parts": one.parts,
             }
             for one in outcomes
         ],
@@ -109,11 +116,11 @@ def _pool(world: World, role: Role, end_s: float) -> dict[str, Any]:
 
 
 def tables(found: dict[str, Any]) -> list[Table]:
-    """Latencies in milliseconds, then counts, then what each pool did."""
+    """Latencies and their parts in milliseconds, then counts, then what each pool did."""
     latencies = Table("ms", "mean", "p50", "p90", "p99", "max", box=None)
     titles = {"ttft_s": "TTFT", "tpot_s": "TPOT", "longest_gap_s": "longest gap", "e2e_s": "E2E"}
-    for name, title in titles.items():
-        values = found["latencies"][name]
+    rows = [(title, found["latencies"][name]) for name, title in titles.items()]
+    for title, values in [*rows, *found["parts"].items()]:
         one = Distribution(**values) if values else None
         shown = (one.mean, one.p50, one.p90, one.p99, one.max) if one else ()
         latencies.add_row(title, *(f"{value * 1e3:,.1f}" for value in shown))

@@ -320,6 +320,7 @@ class World:
         job.prefill.wake()
         self._let_go(job.prefill, job)
         self._tell(job.prefill)
+        job.outcome.handed_off_s = self.kernel.now_s
         arrival, decode = job.outcome.arrival, job.decode
         decode.pool.admit(job.pages)
         choice = self._choice(job, decode)
@@ -388,6 +389,8 @@ class World:
             job = self._jobs[item.sequence.request_id]
             if job.began_s is None:
                 job.began_s = now_s
+                if job.outcome.prefill_s is None:
+                    job.outcome.prefill_s = machine.step_began_s
                 self._taken_up(machine, job, steps=True)
             if not item.samples:
                 continue

@@ -48,6 +48,8 @@ def simulated(shape: WorldShape, arrivals: list[Arrival]) -> tuple[World, list[O
     for outcome in outcomes:
         assert outcome.num_tokens == outcome.arrival.num_output
         assert outcome.arrival.arrived_s < outcome.first_token_s <= outcome.last_token_s
+        assert sum(outcome.parts.values()) == pytest.approx(outcome.e2e_s)
+        assert min(outcome.parts.values()) >= 0
     for machine in world.machines.values():
         machine.pool.check()
         assert machine.pool.counts().free == machine.pool.num_pages
@@ -65,6 +67,10 @@ def test_of_one_request_every_moment_can_be_counted() -> None:
     assert one.longest_gap_s == pytest.approx(sent_s + STEP_S + TOKEN_S)
     assert one.e2e_s == pytest.approx(one.ttft_s + sent_s + 10 * (STEP_S + TOKEN_S))
     assert (one.prefill, one.decode) == ("prefill-0", "decode-0")
+    # As a router names them.
+    assert list(one.parts) == ["waits for prefill", "prefill", "handoff", "decode"]
+    parts = MESSAGE_S, 2 * STEP_S + 100 * TOKEN_S, sent_s, 10 * (STEP_S + TOKEN_S)
+    assert list(one.parts.values()) == pytest.approx(parts)
 
 
 def test_a_slow_way_out_is_shared_by_all_that_use_it() -> None:
@@ -77,6 +83,8 @@ def test_a_slow_way_out_is_shared_by_all_that_use_it() -> None:
 def test_an_output_of_one_token_needs_no_decode() -> None:
     world, (one,) = simulated(SHAPE, [Arrival(0, 0.0, 40, 1)])
     assert one.tpot_s is None
+    parts = {"waits for prefill": MESSAGE_S, "prefill": STEP_S + 40 * TOKEN_S, "decode": 0.0}
+    assert one.parts == pytest.approx(parts)
     assert [machine.work.num_steps for machine in world.machines.values() if machine.role is Role.DECODE] == [0]
 
 
@@ -88,6 +96,7 @@ def test_decode_computes_short_prompts_where_prefill_is_busy() -> None:
     alone = [one for one in outcomes if not one.prefill]
     assert alone
     assert all(one.arrival.num_input == 32 for one in alone)
+    assert {tuple(one.parts) for one in alone} == {("waits for prefill", "prefill", "decode")}
     computed = sum(machine.work.num_tokens for machine in world.machines.values() if machine.role is Role.DECODE)
     assert computed == 32 * len(alone) + 3 * len(outcomes), "their prompts, and three more tokens of each"
     _, outcomes = simulated(SHAPE, arrivals)

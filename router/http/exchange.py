@@ -21,7 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 from router.http.bodies import Bodies
 from router.http.error_shapes import error_body_at
 from router.http.grammars import GrammarCheck
-from router.http.protocol import ABORT
+from router.http.protocol import ABORT, WRITE_PART
 from router.lifecycle.context import RouterContext
 from router.lifecycle.deadline import check_deadline
 from router.lifecycle.delta_buffer import DeltaBuffer
@@ -209,6 +209,9 @@ class Exchange:
             headers = {**headers, **_prompt_header(group), **STREAM_HEADERS}
             await send(_start(200, "text/event-stream; charset=utf-8", headers))
             frames = encoder.opening()
+            write_part = scope["state"].get(WRITE_PART)  # a batch has none
+            if write_part is not None and parsed.num_scored < 0:
+                deltas.write_now = lambda items: write_part(partial(_frames_of, encoder, items))
             while items:
                 if parsed.num_scored >= 0:
                     num_tokens = sum(len(delta.prompt_scores) for _, delta in items)
@@ -231,7 +234,7 @@ class Exchange:
             _log.warning("connection dropped: its client reads too slowly")
             scope["state"][ABORT]()
         finally:
-            deltas.on_overflow = lambda: None
+            deltas.on_overflow, deltas.write_now = lambda: None, None
 
 
 def _frames_of(encoder: Encoder, items: Sequence[tuple[int, Delta]]) -> bytes:

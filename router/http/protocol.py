@@ -38,6 +38,9 @@ MAX_HEAD_BYTES = 16 << 10
 
 #: In `scope["state"]`: a function that cuts the connection off at once, with what waits to be written.
 ABORT = "abort_connection"
+#: In `scope["state"]`: a function that sends the next part of a body which has begun, and says whether it could do so
+#: at once.
+WRITE_PART = "write_part"
 
 
 class BoundedProtocol(H11Protocol):
@@ -59,7 +62,7 @@ class BoundedProtocol(H11Protocol):
         stalled_s: float,
         on_lost: Callable[[], object],
     ) -> None:
-        super().__init__(config, server_state, {**app_state, ABORT: self._abort}, _loop)
+        super().__init__(config, server_state, {**app_state, ABORT: self._abort, WRITE_PART: self._write_part}, _loop)
         self.logger = _UVICORN
         self._limits = limits
         self._stalled_s = stalled_s
@@ -192,6 +195,19 @@ class BoundedProtocol(H11Protocol):
 
     def _abort(self) -> None:
         self.transport.abort()
+
+    def _write_part(self, make: Callable[[], bytes]) -> bool:
+        """As ASGI's `send` does it for an answer without a length, in a fraction of the time: h11 has nothing to
+        remember of a chunk. `False`: the client reads too slowly, or is gone, or gets no chunks; then nothing is made
+        and nothing sent."""
+        cycle = self.cycle
+        if cycle is None or not cycle.response_started or cycle.response_complete or cycle.disconnected:
+            return False
+        if self.flow.write_paused or self.conn.their_http_version != b"1.1":
+            return False
+        if part := make():
+            self.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+        return True
 
     def timeout_keep_alive_handler(self) -> None:
         """As uvicorn's, also for a client that has not read its last answer."""

@@ -86,6 +86,7 @@ class Attempt:
         why = "the router gave up"
         try:
             self._begin()
+            self._in_flight.inbox.at_once = self._take_at_once
             while not self._journal.is_finished:
                 self._handle(await self._in_flight.next_event())
             why = "every choice has ended"
@@ -93,6 +94,7 @@ class Attempt:
             why = str(error)
             raise
         finally:
+            self._in_flight.inbox.at_once = None
             self._close(why)
 
     def _begin(self) -> None:
@@ -185,8 +187,21 @@ class Attempt:
                 self._ask_to_move()
             case events.WaitOver() if self._lost is not None and self._needs_prefill():
                 raise self._died(self._lost)
-            case _:  # WaitOver: of a wait that is over
+            case _:  # ChoicesEnded, and WaitOver of a wait that is over
                 pass
+
+    def _take_at_once(self, event: events.Event) -> bool:
+        """Most tokens change nothing but the text: they go to the client without the request's task, which a token
+        that may change more wakes up."""
+        if type(event) is not TokenGiven or event.attempt != self._number or event.finish_reason is not None:
+            return False
+        in_flight = self._in_flight
+        if in_flight.life.state is not RequestState.DECODING or event.index == 0:
+            return False
+        in_flight.take_token(event)
+        if self._journal.is_finished:  # by a stop string, or with tokens that had come early
+            in_flight.inbox.put(events.ChoicesEnded())
+        return True
 
     def _token(self, token: TokenGiven) -> None:
         in_flight = self._in_flight

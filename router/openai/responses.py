@@ -79,6 +79,7 @@ class _Choice:
     num_chars: int = 0  # shown so far
     num_tokens: int = 0  # of what was streamed
     is_begun: bool = False
+    plain_head: bytes = b""  # of a frame that says nothing but a text; once the choice is begun
 
     @property
     def goodness(self) -> float:
@@ -111,6 +112,10 @@ class Answer:
         # A frame is this, its one choice, and the tail: only the choice is made anew for each.
         self._frame_head = b"data: " + orjson.dumps(self._chunk_base)[:-1] + b',"choices":['
         self._frame_tail = b'],"usage":null}\n\n' if parsed.include_usage else b"]}\n\n"
+        # Most frames say a text and nothing else: of these only the text is made anew.
+        self._is_plain = not (self._tells_usage or self._tells_logprobs or parsed.return_token_ids)
+        end = b"}" if self._is_chat else b""
+        self._plain_tail = end + b',"logprobs":null,"finish_reason":null}' + self._frame_tail
 
     # -- whole
 
@@ -187,6 +192,9 @@ class Answer:
         choice = self._choices[number]
         if choice.reader is not None:
             return self._read_frames(number, choice, self._prompts[prompt], delta)
+        if self._is_plain and choice.is_begun and delta.finish_reason is None and delta.text:
+            choice.num_chars += len(delta.text)
+            return b"".join((choice.plain_head, orjson.dumps(delta.text), self._plain_tail))
         opening = b"" if choice.is_begun else self._opening(number, choice, self._prompts[prompt], delta)
         said: dict[str, Any] = {"text": delta.text}
         if self._is_chat:
@@ -201,6 +209,8 @@ class Answer:
     def _opening(self, number: int, choice: _Choice, prompt: PromptPart, delta: Delta) -> bytes:
         """A chat's role, the echo of a completion's prompt, the prompt's token ids; nothing where none is wanted."""
         choice.is_begun = True
+        key = b'"delta":{"content":' if self._is_chat else b'"text":'
+        choice.plain_head = self._frame_head + b'{"index":%d,' % number + key
         prompt.scores = delta.prompt_scores or prompt.scores
         choice.num_chars = len(prompt.text)
         ids = {"prompt_token_ids": prompt.shown_ids} if self._parsed.return_token_ids else {}

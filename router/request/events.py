@@ -130,6 +130,11 @@ class WorkersChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class ChoicesEnded:
+    """A token that was dealt with as it came has ended the last choice."""
+
+
+@dataclass(frozen=True, slots=True)
 class WaitOver:
     """The time is over in which a request waits for a worker, or for decode's word on a lost prefill."""
 
@@ -152,5 +157,6 @@ Event: TypeAlias = (
     | MayMove
     | BrokenOff
     | WorkersChanged
+    | ChoicesEnded
     | WaitOver
 )

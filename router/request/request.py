@@ -59,7 +59,7 @@ class Request:
         return 3 if asks_for_more or self.num_prompt_logprobs >= 0 else OLDEST
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: to make one, which happens for each token, would take four times as long
 class TokenGiven:
     """One sampled token, as a worker gave it. (attempt, choice, index) names it within its request."""
 

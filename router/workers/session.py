@@ -297,8 +297,15 @@ class WorkerSession:
             self._tell_leaving(was_leaving)
             self._observer.status_reported(self, message.status)
         for event in message.events:
-            if (kind := event.WhichOneof("event")) is not None:  # `None`: of a later version
+            kind = event.WhichOneof("event")
+            if kind == "token" or kind == "first_token":
+                self._take_token(getattr(event, kind))
+            elif kind is not None:  # `None`: of a later version
                 self._take(getattr(event, kind))
+
+    def _take_token(self, token: Token) -> None:
+        if (mailbox := self._held.get(token.request_id)) is not None:
+            mailbox.put(wire.token_from_proto(token))
 
     def _take(self, message: Any) -> None:
         if isinstance(message, WorkerInfo):
@@ -310,8 +317,7 @@ class WorkerSession:
         happened = wire.event_from_proto(message, self.key)
         if happened is not None and (mailbox := self._held.get(message.request_id)) is not None:
             mailbox.put(happened)
-        if not isinstance(message, Token):
-            self._observer.event_seen(message)
+        self._observer.event_seen(message)
 
     def _greet(self, info: WorkerInfo) -> None:
         if (info.worker_id, info.incarnation) != self.key or info.role != self.member.role:

@@ -109,7 +109,7 @@ def token_from_proto(token: common_pb2.Token) -> TokenGiven:
         token.token_id,
         _FINISH_REASONS[token.finish_reason],
         token.logprob,
-        tuple((top.token_id, top.logprob) for top in token.top_logprobs),
+        tuple([(top.token_id, top.logprob) for top in token.top_logprobs]) if token.top_logprobs else (),
     )
 
 
@@ -119,10 +119,8 @@ def _score_from_proto(token: common_pb2.TokenScore) -> TokenScore:
 
 
 def event_from_proto(message: Any, worker: WorkerKey) -> events.Event | None:
-    """What a worker says of a request; `None` where its message concerns none."""
+    """What a worker says of a request, other than its tokens; `None` where its message concerns none."""
     match message:
-        case common_pb2.Token():
-            return token_from_proto(message)
         case decode_pb2.Grant():
             return events.Granted(message.attempt, message)
         case decode_pb2.Admitted():

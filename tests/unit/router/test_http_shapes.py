@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
 import string
+from urllib.parse import urlsplit
 
+import httpx
 import openai
 import pytest
 
@@ -232,3 +235,36 @@ def test_metrics_tell_of_a_request(site: Site) -> None:
     assert len(phases) == 4
     assert sum(phases) == pytest.approx(metrics["tandem_request_seconds_sum"], abs=1e-6)
     assert metrics["tandem_ttft_seconds_sum"] <= sum(phases) < 5
+
+
+@pytest.mark.parametrize("is_chat", [False, True], ids=["completion", "chat"])
+@pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": True}}], ids=["plain", "usage"])
+def test_every_frame_of_a_stream_has_the_same_keys_in_the_same_order(
+    site: Site, is_chat: bool, options: dict[str, object]
+) -> None:
+    asked = {"messages": [{"role": "user", "content": "hi"}]} if is_chat else {"prompt": "Hello"}
+    body = {"model": "toy", "max_tokens": 5, "stream": True, **asked, **options}
+    path = "chat/completions" if is_chat else "completions"
+    raw = httpx.post(f"{site.url}/v1/{path}", json=body, timeout=30).content
+    frames = raw.removesuffix(b"data: [DONE]\n\n").split(b"\n\n")[:-1]
+    said = [json.loads(frame.removeprefix(b"data: ")) for frame in frames]
+    assert frames == [b"data: " + json.dumps(one, separators=(",", ":")).encode() for one in said]
+    tokens = [one for one in said if one["choices"]][is_chat:]  # a chat's first one has the role alone
+    assert len(tokens) == 5
+    shapes = {(*one, *one["choices"][0]) for one in tokens}
+    first = ("id", "created", "model", "object", "choices", *(["usage"] if options else []))
+    assert shapes == {(*first, "index", "delta" if is_chat else "text", "logprobs", "finish_reason")}
+
+
+def test_a_client_of_http_1_0_gets_a_stream_without_chunks(site: Site) -> None:
+    address = urlsplit(site.url)
+    body = json.dumps({"model": "toy", "prompt": "Hello", "max_tokens": 5, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.0\r\nhost: toy\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    with socket.create_connection((address.hostname, address.port), timeout=30) as client:
+        client.sendall(head + body)
+        answer = b"".join(iter(lambda: client.recv(65536), b""))
+    status, _, streamed = answer.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in status.lower()
+    frames = streamed.split(b"\n\n")
+    assert all(frame.startswith(b"data: ") for frame in frames[:-1])
+    assert "".join(json.loads(frame[6:])["choices"][0]["text"] for frame in frames[:-2]) == "abcde"

@@ -82,6 +82,7 @@ class ProcessCluster:
 
     Attributes:
         points: the directory whose files arm `tandem.core.fault_points` in every process; `None`: no points.
+        anew: each process is started by an interpreter of its own, as users start it.
         colocated: as the router is told; set by `launch`, and by who adds or takes away prefill workers.
     """
 
@@ -91,9 +92,12 @@ class ProcessCluster:
         model: str = "embedded",
         config: dict[str, Any] | None = None,
         points: Path | None = None,
+        *,
+        anew: bool = False,
     ) -> None:
         self.directory = directory
         self.points = points
+        self._anew = anew
         self.colocated = False
         self.url = f"http://127.0.0.1:{free_port()}"  # stays when the router is started again
         self.model_dir = resolve_model(model)
@@ -124,7 +128,8 @@ class ProcessCluster:
         environment["PYTHONFAULTHANDLER"] = "1"  # one that must be killed by SIGABRT says where it hangs
         if self.points is not None:
             environment[VARIABLE] = str(self.points)
-        return Process(name, fork_server.start(module, line, log, self.directory, environment), ready, log)
+        popen = fork_server.start(module, line, log, self.directory, environment, anew=self._anew)
+        return Process(name, popen, ready, log)
 
     def start_worker(self, role: str, number: int = 0, *arguments: str) -> Process:
         """Start a worker without waiting for it; a dead one of the same name is replaced."""

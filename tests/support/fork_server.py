@@ -4,7 +4,7 @@ A worker spends most of its start on imports (torch, transformers, Numba), and t
 process of its own imports it all once, starts no thread, and forks for each process that is asked for; the child
 runs the same `__main__` as `python -m MODULE` does. With `TANDEM_TESTS_START=exec` each is started as its users do.
 
-    python -m tests.support.fork_server SOCKET      what `ForkServer` starts
+    python -m tests.support.fork_server SOCKET MODULES      what `ForkServer` starts
 """
 
 from __future__ import annotations
@@ -82,9 +82,17 @@ class ForkedProcess:
 Started = ForkedProcess | subprocess.Popen[bytes]
 
 
-def start(module: str, arguments: Sequence[str], log: Path, directory: Path, environment: Mapping[str, str]) -> Started:
-    """`python -m MODULE ARGUMENTS` in `directory`, with its output in `log`."""
-    if os.environ.get(VARIABLE) == "exec":
+def start(
+    module: str,
+    arguments: Sequence[str],
+    log: Path,
+    directory: Path,
+    environment: Mapping[str, str],
+    *,
+    anew: bool = False,
+) -> Started:
+    """`python -m MODULE ARGUMENTS` in `directory`, with its output in `log`; `anew`: by an interpreter of its own."""
+    if anew or os.environ.get(VARIABLE) == "exec":
         with log.open("wb") as sink:
             line = [sys.executable, "-m", module, *arguments]
             return subprocess.Popen(line, stdout=sink, stderr=subprocess.STDOUT, env=environment, cwd=directory)
@@ -100,13 +108,17 @@ def _server() -> ForkServer:
 
 
 class ForkServer:
-    """The server, as the tests' process sees it. Its children end with it."""
+    """The server, as the tests' process sees it. Its children end with it.
 
-    def __init__(self) -> None:
+    Args:
+        modules: that it imports.
+    """
+
+    def __init__(self, modules: Sequence[str] = _MODULES) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTHONPATH": str(ROOT)}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.fork_server", str(theirs.fileno())],
+            [sys.executable, "-m", "tests.support.fork_server", str(theirs.fileno()), *modules],
             cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
         )  # fmt: skip
         theirs.close()
@@ -136,7 +148,9 @@ class ForkServer:
             with self._lock:
                 left_s = 0.0 if until_s is None else until_s - time.monotonic()
                 # Other threads wait for children of their own: none holds the lock for long.
-                self._receive(0.1 if until_s is None else min(0.1, max(0.0, left_s)))
+                told = self._receive(0.1 if until_s is None else min(0.1, max(0.0, left_s)))
+                while told:  # ends of others may stand before its own
+                    told = self._receive(0.0)
                 if pid in self._ended:
                     return self._ended[pid]
             if until_s is not None and time.monotonic() >= until_s:
@@ -216,13 +230,14 @@ def _become(asked: dict[str, Any]) -> None:
     random.seed()
     # What was read of the environment when it was imported.
     importlib.reload(importlib.import_module("tandem.core.fault_points"))
+    sys.path.insert(0, os.getcwd())
     sys.argv = [asked["module"], *asked["arguments"]]
     runpy.run_module(asked["module"], run_name="__main__", alter_sys=True)
 
 
 def main() -> None:
     tests = socket.socket(fileno=int(sys.argv[1]))
-    for module in _MODULES:
+    for module in sys.argv[2:]:
         importlib.import_module(module)
     if len(os.listdir("/proc/self/task")) > 1:
         sys.exit("an import starts a thread: a fork would lack it")

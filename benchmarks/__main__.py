@@ -154,7 +154,7 @@ def _add_scale(commands: Any) -> None:
     command = add_command(
         commands,
         "scale",
-        "how large a cluster the simulator holds, and what grows with its workers; half an hour, 5 GB",
+        "how large a cluster the simulator holds, and what grows with its workers; the whole takes long",
         "python -m benchmarks scale --traces ~/traces --json docs/figures/scale.json\n"
         "python -m benchmarks scale --only thousand --seconds 10",
         _scale,

@@ -136,6 +136,11 @@ class PoolsConfig:
         120.0, "Seconds for which a pool must have been too large, and not have grown, before it gives up a worker. "
         "Raise it where workers take long to start; growing is never delayed.", minimum=1
     )
+    flexible: int = _key(
+        0, "How many workers may serve in the other role than the one they were started in. Where one pool gives up a "
+        "worker while the other grows, it drains and goes on in the other pool with the weights that it has, in place "
+        "of a new one. Needs the certificates of both roles on each node.", minimum=0, maximum=MAX_POOL
+    )
 
 
 @dataclass(frozen=True)
@@ -611,6 +616,13 @@ def _check_relations(config: Config) -> None:
         raise ConfigError(COLOCATED_RANGE, key="pools.decode.max")
     for role in ("prefill", "decode"):
         _check_pool(getattr(config.pools, role), f"pools.{role}")
+    if config.pools.flexible and config.pools.prefill.gpus != config.pools.decode.gpus:
+        raise ConfigError(
+            f"pools.flexible is {config.pools.flexible}, but a prefill worker has {config.pools.prefill.gpus:g} GPUs "
+            f"and a decode worker {config.pools.decode.gpus:g}: none can take the other's place; give both as many, "
+            "or set pools.flexible to 0",
+            key="pools.flexible",
+        )
     for origin in config.http.cors_origins:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
             raise ConfigError(

@@ -64,6 +64,11 @@ class Security:
         """For a channel to `host`; as `server_credentials`."""
         return self._channel_credentials if self._needs_tls(host) else None
 
+    def check(self) -> None:
+        """Raises `ConfigError`: it shall use TLS, and its certificate is missing, does not match, or has expired."""
+        if self.uses_tls:
+            _ = self.identity
+
     def _needs_tls(self, host: str) -> bool:
         return self._config.tls != "off" and (self.uses_tls or not is_loopback(host))
 

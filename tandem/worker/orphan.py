@@ -27,7 +27,8 @@ class OrphanWatch:
         self.orphan_s = ORPHAN_LEASES * lease_s
         self._now_s = now_s
         self._cared_s: float | None = None  # when somebody was last there; `None`: no supervisor ever was
-        self._is_orphan = threading.Event()
+        self._is_orphan = False
+        self._is_over = threading.Event()
 
     def supervised(self) -> None:
         """A supervisor has asked for something."""
@@ -51,8 +52,14 @@ class OrphanWatch:
             await asyncio.sleep(self.orphan_s / ORPHAN_LEASES)
             if self.look(num_routers()):
                 break
-        self._is_orphan.set()
+        self._is_orphan = True
+        self._is_over.set()
 
-    def wait(self) -> None:
-        """Block until the worker is an orphan."""
-        self._is_orphan.wait()
+    def end(self) -> None:
+        """Let `wait` return: the worker has ended."""
+        self._is_over.set()
+
+    def wait(self) -> bool:
+        """Block until the worker is an orphan, or has ended; return whether it is an orphan."""
+        self._is_over.wait()
+        return self._is_orphan

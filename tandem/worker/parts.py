@@ -199,6 +199,7 @@ def build_parts(
     on_transfer_event: Callable[[ThreadEvent], None],
     on_load: Callable[[], None],
     undo: ExitStack,
+    engine: StepEngine | None = None,
 ) -> WorkerParts:
     """Load the model and make everything that both roles are built on. The transfer thread runs then, the runner not.
 
@@ -206,6 +207,7 @@ def build_parts(
         on_transfer_event: hears of the transport; on the transfer thread.
         on_load: called when the load has changed; on the runner thread.
         undo: gets what gives each part back.
+        engine: the model, with its pages, of an earlier life of this process; `None`: it is loaded.
 
     Raises:
         TandemError: the model cannot be served, memory or transport cannot be had.
@@ -218,6 +220,7 @@ def build_parts(
         num_threads=place.num_threads,
         device=place.device,
         weight_register=_weight_register(config, place),
+        kept=engine,
     )
     draft = _load_draft(config, place, engine) if role is Role.DECODE else None
     arena = engine.arena

@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from grpc import aio
@@ -23,6 +24,7 @@ from tandem.core.config import Config
 from tandem.core.errors import CancelledError
 from tandem.core.identity import Role
 from tandem.rpc.channel import bind, make_server
+from tandem.rpc.convert import ROLE_FROM_PROTO
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import control_pb2, control_pb2_grpc
 from tandem.worker.life import WorkerLife
@@ -31,9 +33,19 @@ from tandem.worker.orphan import OrphanWatch
 from tandem.worker.parts import WorkerParts, WorkerPlace, build_parts
 from tandem.worker.sessions import SessionHub
 from tandem.worker.step import StepHooks
+from tandem.worker.step_engine import StepEngine
 from tandem.worker.watchdog import watch_threads
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class NextLife:
+    """As what a process goes on."""
+
+    role: Role
+    worker_id: str
+    incarnation: str
 
 
 class Worker(Protocol):
@@ -84,7 +96,12 @@ class WorkerProcess(Generic[W]):
         worker: the role; there once the worker has started.
     """
 
-    def __init__(self, make: type[W], config: Config, place: WorkerPlace) -> None:
+    def __init__(
+        self, make: type[W], config: Config, place: WorkerPlace, engine: StepEngine | None = None
+    ) -> None:
+        """`engine`: of an earlier life of this process, which has stopped; `None`: the model is loaded."""
+        self.next_life: NextLife | None = None  # as what this process shall go on when this life has stopped
+        self._engine = engine
         self._make = make
         self._config = config
         self.place = place
@@ -149,6 +166,7 @@ class WorkerProcess(Generic[W]):
             on_transfer_event=lambda event: self.worker.on_transfer_event(event),
             on_load=lambda: self.worker.hub.status_changed(),
             undo=undo,
+            engine=self._engine,
         )
         self._check_wanted()
         self.worker = self._make(parts)
@@ -195,6 +213,13 @@ class WorkerProcess(Generic[W]):
         event loop's."""
         self._loop_thread.run(self.life.drain()).result()
 
+    @property
+    def kept_engine(self) -> StepEngine | None:
+        """The model of this life, which has stopped, for the next one; `None`: an unfinished write may still reach its
+        pages, or leave them, which nothing fences but the end of this process."""
+        pages = self.parts.pool.counts()
+        return None if pages.used or pages.reserved or pages.quarantined else self.parts.engine
+
     def stop(self) -> None:
         """End all threads and free everything; returns when that is done. A start under way gives up.
 
@@ -230,7 +255,10 @@ class _ControlService(control_pb2_grpc.WorkerControlServicer):
         await self._process.life.drain()
         return control_pb2.DrainWorkerReply()
 
-    async def Stop(self, _request: control_pb2.StopWorkerRequest, _: Any) -> control_pb2.StopWorkerReply:
+    async def Stop(self, request: control_pb2.StopWorkerRequest, _: Any) -> control_pb2.StopWorkerReply:
+        then = request.then
+        if role := ROLE_FROM_PROTO.get(then.role):  # else there is none, or none that this version knows
+            self._process.next_life = NextLife(role, then.worker_id, then.incarnation)
         self._process.life.close()
         return control_pb2.StopWorkerReply()
 

@@ -23,12 +23,15 @@ def load_engine(
     num_threads: int,
     device: str,
     weight_register: Path | None,
+    kept: StepEngine | None = None,
 ) -> StepEngine:
     """As the configuration has it, and warm.
 
     Args:
         kv_bytes: of pages; a simulated engine has as many pages as its time model says.
         num_threads, device, weight_register: as of `Engine.load`.
+        kept: of an earlier life of this process, perhaps in the other role: it is made ready for this one, and nothing
+            is loaded.
 
     Raises:
         TandemError: the model cannot be served, or memory cannot be had.
@@ -42,6 +45,10 @@ def load_engine(
             page_size=config.cache.page_size,
             max_context=max_context,
         )
+    if isinstance(kept, Engine):
+        if not kept.on_cpu:
+            _warm_up(kept, role, config)
+        return kept
     engine = Engine.load(
         model_dir,
         dtype=config.model.dtype,
@@ -55,9 +62,13 @@ def load_engine(
         weight_register=weight_register,
         kernels=config.model.kernels,
     )
+    _warm_up(engine, role, config)
+    return engine
+
+
+def _warm_up(engine: Engine, role: Role, config: Config) -> None:
     generates = role is Role.DECODE and engine.pooling is None
     engine.warmup(max_num_seqs(config, num_slots(engine)) if generates else 0)
-    return engine
 
 
 def num_slots(engine: StepEngine) -> int:

@@ -37,6 +37,7 @@ from tests.support.worker_pair import (
     SHARED_LOOP,
     AnyWorker,
     Gate,
+    Oracle,
     WorkerPair,
     make_worker,
     prompt_of,
@@ -94,6 +95,41 @@ async def test_a_worker_that_is_asked_to_stop_says_so_to_whoever_waits(life: Wor
         await stub.Stop(control_pb2.StopWorkerRequest(), timeout=20)
         assert await waiting
         await stub.Status(control_pb2.StatusRequest(), timeout=20)  # it serves on until it is stopped
+
+
+# ---- the next life
+
+
+@pytest.mark.parametrize("first", ROLES)
+async def test_the_model_serves_on_in_the_other_role(worker_model_dir: Path, oracle: Oracle, first: type[Any]) -> None:
+    (second,) = (cls for cls in ROLES if cls is not first)
+    life, other = a_worker(first, worker_model_dir), a_worker(first, worker_model_dir)
+    life.start()
+    life.stop()
+    kept = life.kept_engine
+    assert kept is life.parts.engine
+    changed = make_worker(second, worker_model_dir, 64, LOOPBACK, name=f"{second.role}-life", engine=kept)
+    other.start()
+    changed.start()
+    pair = WorkerPair(changed, other) if second is PrefillWorker else WorkerPair(other, changed)
+    try:
+        assert changed.parts.engine is kept
+        async with Router(pair) as router:
+            (told,) = await router.ask(Ask(prompt_of(60)))
+    finally:
+        await asyncio.to_thread(pair.stop)
+    assert told.ids() == oracle.greedy(prompt_of(60), 12)
+
+
+@pytest.mark.parametrize("state", ["used", "quarantined"])
+async def test_a_process_with_pages_that_a_write_may_reach_has_no_next_life(worker_model_dir: Path, state: str) -> None:
+    worker = a_worker(DecodeWorker, worker_model_dir)
+    worker.start()
+    pages = worker.parts.pool.allocate(2)
+    if state == "quarantined":
+        worker.parts.pool.quarantine(pages)
+    await asyncio.to_thread(worker.stop)
+    assert worker.kept_engine is None
 
 
 # ---- drain

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from tandem.cluster.supervisor.events import Build, Intent, Placement
+from tandem.cluster.supervisor.events import Build, Intent, NextLife, Placement
 from tandem.cluster.supervisor.handles import Found, Memory, ProcessState
 from tandem.cluster.supervisor.nodes import Aim, Node
 from tandem.cluster.supervisor.slots import Policy, place_of
@@ -45,12 +45,22 @@ class ScriptedProcess:
     url: str = ""
     started: bool = False
     draining: bool = False
+    heir: ScriptedWorkerProcess | None = None  # as what it goes on where it is asked to
     node_id: str = ""
     boot: HostBoot | None = None
 
     @property
     def role(self) -> Role:
         return place_of(self.name)[0]
+
+    @property
+    def seat(self) -> Role:
+        return self.role
+
+    async def next_life(self, then: NextLife) -> ScriptedWorkerProcess | None:
+        if self.heir is not None:
+            self.heir.name, self.heir.incarnation = then.worker_id, then.incarnation
+        return self.heir
 
     def die(self, error: TandemError | None = None) -> None:
         """Ray tells that it is dead."""

@@ -28,6 +28,7 @@ from tandem.engine.random_model import ModelSpec, save
 from tandem.worker.batch import SchedulerLimits
 from tandem.worker.parts import WorkerPlace
 from tandem.worker.process import WorkerProcess
+from tandem.worker.step_engine import StepEngine
 from tests.support.waiting import nothing, until
 
 PAGE = 16
@@ -49,9 +50,14 @@ def save_llama(directory: Path) -> Path:
 
 
 def make_worker(
-    cls: type[Worker], model_dir: Path, num_pages: int, config: dict[str, Any], name: str = ""
+    cls: type[Worker],
+    model_dir: Path,
+    num_pages: int,
+    config: dict[str, Any],
+    name: str = "",
+    engine: StepEngine | None = None,
 ) -> WorkerProcess[Worker]:
-    """A worker that has not been started."""
+    """A worker that has not been started; with the engine of an earlier life, if given."""
     page_bytes = 3 * 2 * PAGE * 2 * 16 * 4  # layers, K and V, slots, heads, head size, float32
     worker_id = name or f"{cls.role}-0"
     place = WorkerPlace(
@@ -61,7 +67,7 @@ def make_worker(
         kv_bytes=num_pages * page_bytes,
         num_threads=1,
     )
-    return WorkerProcess(cls, from_dict(config), place)
+    return WorkerProcess(cls, from_dict(config), place, engine)
 
 
 class Gate:

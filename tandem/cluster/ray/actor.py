@@ -52,6 +52,7 @@ class ActorState:
     address: str = ""  # of its control service; empty until it listens
     url: str = ""  # where clients of a router go; empty until it listens
     draining: bool = False
+    incarnation: str = ""  # of a worker: the life that it is in now, by its incarnation
 
 
 def make_actor(cls: type, **options: Any) -> Any:

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import threading
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import ray
@@ -23,7 +23,7 @@ from tandem.cluster.ray.watchers import WATCHER, NodeWatchers
 from tandem.cluster.ray.worker_actor import WorkerActor
 from tandem.cluster.spec import NAMESPACE, ClusterSpec, SupervisorFace
 from tandem.cluster.supervisor.autoscale import Range
-from tandem.cluster.supervisor.events import Build, Drain, Intent, Placement
+from tandem.cluster.supervisor.events import Build, Drain, Intent, NextLife, Placement
 from tandem.cluster.supervisor.handles import Found, Memory, ProcessState
 from tandem.cluster.supervisor.nodes import Aim, Node
 from tandem.cluster.supervisor.slots import place_of
@@ -54,14 +54,17 @@ def kept_of(node_id: str, kept: dict[str, Any] | None) -> list[ProcessId]:
 class RayHandle:
     """An actor, named by slot and incarnation, and, once it is placed, its process."""
 
-    def __init__(self, actor: Any, actor_name: str, watchers: NodeWatchers) -> None:
-        self._actor, self._actor_name, self._watchers = actor, actor_name, watchers
-        self.name, _, self.incarnation = actor_name.partition(".")
-        self.role = place_of(self.name)[0]
+    def __init__(self, actor: Any, actor_name: str, watchers: NodeWatchers, lives: Lives, life: str = "") -> None:
+        """`life`: name and incarnation that its process has now; empty: those under which it was started."""
+        self._actor, self._actor_name, self._watchers, self._lives = actor, actor_name, watchers, lives
+        self.name, _, self.incarnation = (life or actor_name).partition(".")
+        self.role, self.seat = place_of(self.name)[0], place_of(actor_name.partition(".")[0])[0]
         self._place: tuple[str, ProcessId] | None = None  # Ray's id of its node, and the process there
 
     async def state(self) -> ProcessState:
         state = await self._call(cast(Awaitable[ActorState], self._actor.state.remote()))
+        if state.incarnation not in ("", self.incarnation):
+            raise WorkerLostError(f"{self.name}: its process goes on as another")
         self._place = state.node_id, ProcessId(self._actor_name, state.pid, state.started)
         self._watchers.locate(state.node_id, state.node)
         await self._watchers.meet(*self._place)
@@ -76,6 +79,14 @@ class RayHandle:
     async def wait_closed(self) -> None:
         while not await self._call(self._actor.wait_closed.remote(WAIT_SLICE_S)):
             pass  # still running: ask again
+
+    async def next_life(self, then: NextLife) -> RayHandle | None:
+        state = await self._call(cast(Awaitable[ActorState], self._actor.state.remote()))
+        if state.incarnation != then.incarnation:
+            return None
+        life = f"{then.worker_id}.{then.incarnation}"
+        await asyncio.to_thread(self._lives.note, self._actor_name, life)
+        return RayHandle(self._actor, self._actor_name, self._watchers, self._lives, life)
 
     async def wait_ended(self) -> None:
         if self._place is None:
@@ -100,12 +111,39 @@ class RayHandle:
             raise translate(error) from error
 
 
+class Lives:
+    """As what the processes of actors go on that no longer are what they were started as, kept for later supervisors.
+
+    Args:
+        keep: called in a thread with all of them, by the actor's name.
+    """
+
+    def __init__(self, keep: Callable[[dict[str, str]], None]) -> None:
+        self._keep = keep
+        self._known: dict[str, str] = {}
+        self._noting = threading.Lock()
+
+    def note(self, actor_name: str, life: str) -> None:
+        with self._noting:
+            self._known[actor_name] = life
+            self._keep(dict(self._known))
+
+    def adopt(self, kept: Mapping[str, str], alive: Collection[str]) -> None:
+        """Of an earlier supervisor, those that are alive still."""
+        self._known = {name: life for name, life in kept.items() if name in alive}
+
+    def of(self, actor_name: str) -> str:
+        """Name and incarnation, as an actor's name has them."""
+        return self._known.get(actor_name, actor_name)
+
+
 class RayLauncher:
     """Implements `tandem.cluster.supervisor.handles.Launcher`; runs inside the supervisor's actor."""
 
     def __init__(self, spec: ClusterSpec, key_digests: frozenset[bytes]) -> None:
         self._spec, self._key_digests = spec, key_digests
         self._watchers = NodeWatchers(spec, self._keep_processes)
+        self._lives = Lives(lambda lives: self._remember(lives=lives))
         self._memory = threading.Lock()
         self._over = False  # guarded by `_memory`: nothing is remembered any more
         self._placing = threading.Lock()
@@ -119,7 +157,7 @@ class RayLauncher:
         if role is Role.ROUTER:
             where = pinned(*self._node_of_router(name, beside, aim))
             asked = make_actor(RouterActor, name=actor_name, runtime_env=environment_for(build, {}), **where)
-            return RayHandle(asked.remote(self._spec, name, self._key_digests), actor_name, self._watchers)
+            return RayHandle(asked.remote(self._spec, name, self._key_digests), actor_name, self._watchers, self._lives)
         num_threads = self._spec.num_threads[role] or threads_for(role)
         asked = make_actor(
             WorkerActor,
@@ -131,7 +169,7 @@ class RayLauncher:
             runtime_env=environment_for(build, {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "passive"}),
         )
         actor = asked.remote(self._spec, role.value, name, incarnation, num_threads)
-        return RayHandle(actor, actor_name, self._watchers)
+        return RayHandle(actor, actor_name, self._watchers, self._lives)
 
     def _node_of_router(self, name: str, beside: Sequence[str], aim: Aim) -> tuple[str, str]:
         """Its id and address. Where nobody but programs of its own host can reach a router: the host of `tandem serve`.
@@ -167,7 +205,10 @@ class RayLauncher:
 
     def find(self) -> Found:
         processes, watchers = list[RayHandle](), list[tuple[str, Any]]()
-        for name in ray.util.list_named_actors():
+        names, kept = ray.util.list_named_actors(), kv_store.recall()
+        lives: dict[str, str] = kept.get("lives", {})
+        self._lives.adopt(lives, names)
+        for name in names:
             place, _, incarnation = name.partition(".")
             if not incarnation:
                 continue
@@ -178,9 +219,10 @@ class RayLauncher:
             if place == WATCHER:
                 watchers.append((incarnation, actor))
             else:
-                processes.append(RayHandle(actor, name, self._watchers))
-        kept = kept_of(self._spec.node_id, kv_store.recall().get("processes"))
-        ended = [name.partition(".") for name in self._watchers.adopt(watchers, kept)]
+                processes.append(RayHandle(actor, name, self._watchers, self._lives, self._lives.of(name)))
+        here = kept_of(self._spec.node_id, kept.get("processes"))
+        gone = self._watchers.adopt(watchers, here)
+        ended = [name.partition(".") for name in (*gone, *(lives[name] for name in gone if name in lives))]
         return Found(processes, [life for place, _, life in ended if place_of(place)[0] in WORKER_ROLES])
 
     def begin_term(self) -> Memory:

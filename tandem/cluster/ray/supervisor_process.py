@@ -44,7 +44,11 @@ async def serve_supervisor(
         launcher,
         wanted={**{role: pool.at_first for role, pool in workers.items()}, Role.ROUTER: pools.routers},
         heartbeat_s=transport.lease_s / HEARTBEATS_PER_LEASE,
-        policy=Policy(silence_s=transport.lease_s + transport.grace_s, router_silence_s=transport.lease_s),
+        policy=Policy(
+            silence_s=transport.lease_s + transport.grace_s,
+            router_silence_s=transport.lease_s,
+            flexible=pools.flexible,
+        ),
         check_room=room,
         cache_secret=cache_secret,
         ranges=ranges,

@@ -14,14 +14,16 @@ from tandem.cluster.ray.actor import ActorState, begin, model_dir_of, this_proce
 from tandem.cluster.ray.home import session_directory
 from tandem.cluster.ray.node_resources import kv_bytes_here
 from tandem.cluster.spec import ClusterSpec
-from tandem.core import garbage
+from tandem.core import fault_points, garbage
 from tandem.core.errors import InternalError
-from tandem.core.identity import Role
+from tandem.core.identity import WORKER_ROLES, Role
 from tandem.core.pidfd import host_id
 from tandem.rpc.permissions import PeerRole
+from tandem.rpc.security import Security
 
 if TYPE_CHECKING:
-    from tandem.worker.process import WorkerProcess
+    from tandem.worker.process import NextLife, WorkerProcess
+    from tandem.worker.step_engine import StepEngine
 
 _log = logging.getLogger(__name__)
 
@@ -39,10 +41,14 @@ class WorkerActor:
         begin(spec, worker_id, PeerRole(role))
         self._spec, self._role = spec, Role(role)
         self._worker_id, self._incarnation, self._num_threads = worker_id, incarnation, num_threads
-        self._started: Future[WorkerProcess[Any]] | None = None  # set with the first `start`
+        self._engine: StepEngine | None = None  # that a life left to the next one
+        self._started: Future[WorkerProcess[Any]] | None = None  # of this life; set with the first `start`
+        if spec.config.pools.flexible:
+            for each in WORKER_ROLES:
+                Security(spec.config.security, PeerRole(each), worker_host(spec)).check()
 
     def state(self) -> ActorState:
-        state = this_process()
+        state = dataclasses.replace(this_process(), incarnation=self._incarnation)
         if self._started is None or not self._started.done() or self._started.exception() is not None:
             return state
         worker = self._started.result()
@@ -62,7 +68,8 @@ class WorkerActor:
         return bool(done)
 
     def wait_closed(self, timeout_s: float) -> bool:
-        """Whether it has stopped, after at most `timeout_s`; stops it if that was asked for. Raises what made it fail.
+        """Whether it has stopped, after at most `timeout_s`; stops it if that was asked for, and makes this process
+        the worker of its next life if one was asked for. Raises what made it fail.
 
         To be called when it has started.
         """
@@ -72,7 +79,20 @@ class WorkerActor:
         if not worker.wait_closed(timeout_s):
             return False
         worker.stop()
+        if worker.next_life is not None:
+            self._change(worker, worker.next_life)
         return True
+
+    def _change(self, worker: WorkerProcess[Any], then: NextLife) -> None:
+        if (engine := worker.kept_engine) is None:
+            _log.warning("%s ends, and is not %s: pages wait for unfinished writes", self._worker_id, then.worker_id)
+            return
+        fault_points.reach("worker.change_role")
+        _log.info("%s goes on as %s", self._worker_id, then.worker_id)
+        worker.orphan.end()
+        self._engine, self._started = engine, None
+        self._role, self._worker_id, self._incarnation = then.role, then.worker_id, then.incarnation
+        begin(self._spec, then.worker_id, PeerRole(then.role))
 
     def _start(self, started: Future[WorkerProcess[Any]]) -> None:
         try:
@@ -83,8 +103,8 @@ class WorkerActor:
             started.set_exception(error)
         else:
             started.set_result(worker)
-            worker.orphan.wait()
-            self._end_orphan(worker)
+            if worker.orphan.wait():
+                self._end_orphan(worker)
 
     def _end_orphan(self, worker: WorkerProcess[Any]) -> None:
         """Nobody is left who would ask for the end of this process."""
@@ -112,7 +132,7 @@ class WorkerActor:
             # A session's directory may be shared by hosts, on a network drive.
             core_shares=session_directory() / f"tandem-core-shares-{host_id().replace('/', '-')}",
         )
-        return WorkerProcess(_worker_class(self._role), spec.config, place)
+        return WorkerProcess(_worker_class(self._role), spec.config, place, self._engine)
 
 
 def _worker_class(role: Role) -> type[Any]:

@@ -41,6 +41,7 @@ class Drain:
     timeout_s: float  # from the start of its drain until it is killed
     refill: bool  # its place is filled when it has gone
     successor: str  # name of the slot that it waits for before it drains; empty: it waits for none
+    spare: bool = False  # its pool needs it no more: the other one may have it
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,15 @@ class PoolSize:
 
 
 @dataclass(frozen=True)
+class NextLife:
+    """As what a process is to go on, in the other pool."""
+
+    role: Role
+    worker_id: str
+    incarnation: str
+
+
+@dataclass(frozen=True)
 class OfProcess:
     """About one life of a slot."""
 
@@ -118,6 +128,7 @@ class Adopted(OfProcess):
     address: str = ""
     placement: Placement | None = None
     draining: bool = False
+    seat: Role | None = None  # the role that its process was started in; `None`: its own
 
 
 @dataclass(frozen=True)
@@ -195,6 +206,11 @@ class Exited(OfProcess):
     """Its process has ended, could not start, or has given up. `error` is `None` when it was asked to stop."""
 
     error: Ending | None
+
+
+@dataclass(frozen=True)
+class RoleChanged(OfProcess):
+    """This life has ended, and its process has begun the next one, which it was told of by `StopProcess`."""
 
 
 @dataclass(frozen=True)
@@ -300,6 +316,7 @@ Event = (
     | LoadingHeard
     | Started
     | Exited
+    | RoleChanged
     | Drained
     | LoadReported
     | HeartbeatMissed
@@ -333,7 +350,10 @@ class DrainProcess(OfProcess):
 
 @dataclass(frozen=True)
 class StopProcess(OfProcess):
-    """Ask it to stop; `Exited` follows."""
+    """Ask it to stop; `Exited` follows. With `then`: ask its process to begin that life, and keep its weights;
+    `RoleChanged` follows, or `Exited` where it cannot."""
+
+    then: NextLife | None = None
 
 
 @dataclass(frozen=True)

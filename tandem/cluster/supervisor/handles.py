@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tandem.cluster.supervisor.events import Build, Intent, Placement
+from tandem.cluster.supervisor.events import Build, Intent, NextLife, Placement
 from tandem.cluster.supervisor.nodes import Aim, Node
 from tandem.core.identity import Role
 from tandem.core.machine import HostBoot
@@ -28,6 +28,7 @@ class ProcessHandle(Protocol):
     role: Role
     name: str  # of its slot
     incarnation: str
+    seat: Role  # in which its process was started
 
     async def state(self) -> ProcessState:
         """Answers as soon as the process runs, also while the model loads."""
@@ -37,6 +38,9 @@ class ProcessHandle(Protocol):
 
     async def wait_closed(self) -> None:
         """Until it has stopped. Raises the `TandemError` on which it gave up."""
+
+    async def next_life(self, then: NextLife) -> ProcessHandle | None:
+        """The life that its process has begun in place of this one, which has stopped; `None`: it has begun none."""
 
     async def wait_ended(self) -> None:
         """Until its process has provably ended, seen on its own node; to be called once its state is known.

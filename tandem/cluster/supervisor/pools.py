@@ -210,10 +210,44 @@ class PoolState:
             for slot in added:
                 slot.failures = (failures or {}).get(slot.name, 0)
                 slot.retry_at = now + self.policy.delay(slot.failures)
+                if not slot.failures:
+                    self._take_over(slot)
             hurry(self.slots.of(role).values(), now, self.policy)
             return self._start_due(now)
         surplus = least_needed([slot for slot in self.slots.of(role).values() if slot.counts], -missing)
         return [step for slot in surplus for step in self._dismiss(slot, now)]
+
+    def _take_over(self, slot: Slot) -> None:
+        """Let a new slot have the process of one that the other pool gives up, where there is one and it may.
+
+        It begins when that one has drained. If that process ends otherwise, another is started (`_ended`).
+        """
+        if slot.role not in WORKER_ROLES:
+            return
+        is_awaited = {other.awaits for other in self.slots.workers.values()}
+        for giving in self.slots.workers.values():
+            is_free = giving.spare and giving.phase is Phase.DRAINING and giving.name not in is_awaited
+            if giving.role is slot.role or not is_free or giving.build != self.upgrade.wanted:
+                continue
+            if giving.seat is slot.role or self.slots.num_changed < self.policy.flexible:
+                slot.begin(self.new_incarnation(), giving.build)
+                slot.seat, slot.awaits = giving.seat, giving.name
+                return
+
+    def num_to_take_over(self, role: Role, added: Mapping[Role, int]) -> int:
+        """How many workers this pool gets from the other one, if the pools grow and shrink by so many at once."""
+        if role not in WORKER_ROLES:
+            return 0
+        (other,) = (each for each in WORKER_ROLES if each is not role)
+        pool = self.slots.of(other).values()
+        num_home = sum(slot.seat is role for slot in pool)
+        num_given = -added.get(other, 0) - sum(slot.phase is not Phase.READY for slot in pool)  # these go first
+        num_free = max(0, self.policy.flexible - self.slots.num_changed) + num_home
+        return max(0, min(added[role], num_given, num_free))
+
+    def _heir_of(self, slot: Slot) -> Slot | None:
+        """The slot that awaits its process."""
+        return next((each for each in self.slots.unbegun if each.awaits == slot.name), None)
 
     def _dismiss(self, slot: Slot, now: float) -> list[ev.Instruction]:
         """The pool needs it no more."""
@@ -221,12 +255,12 @@ class PoolState:
             slot.refill = False
             return []
         slot.leaving = True
-        if slot.phase is Phase.WAITING:
+        if slot.phase is Phase.WAITING or slot.awaits:
             del self.slots[slot.name]
             return []
         if slot.phase is Phase.STARTING:  # holds nothing yet
             return self._stop(slot, now, kill="the pool was made smaller while it started")
-        slot.drain_s = self.policy.drain_s
+        slot.drain_s, slot.spare = self.policy.drain_s, True
         return self._drain(slot, now)
 
     def _new_slot(self, role: Role) -> Slot:
@@ -259,6 +293,7 @@ class PoolState:
     def _resume_drain(self, slot: Slot, order: ev.Drain, now: float) -> list[ev.Instruction]:
         """An earlier supervisor began it. A worker that it has told to drain is DRAINING already."""
         slot.leaving, slot.drain_s, slot.refill = True, order.timeout_s, order.refill
+        slot.spare = order.spare
         if slot.phase is Phase.DRAINING:
             slot.deadline = now + slot.drain_s
             return []
@@ -343,11 +378,13 @@ class PoolState:
         slot.begin(self.new_incarnation(), self.upgrade.wanted)
         return ev.StartProcess(slot.name, slot.incarnation, slot.role, slot.build)
 
-    def _stop(self, slot: Slot, now: float, kill: str = "") -> list[ev.Instruction]:
+    def _stop(
+        self, slot: Slot, now: float, kill: str = "", then: ev.NextLife | None = None
+    ) -> list[ev.Instruction]:
         slot.stop(None if kill else now + self.policy.stop_s, kill)
         if kill:
             return [ev.KillProcess(slot.name, slot.incarnation, kill)]
-        return [ev.StopProcess(slot.name, slot.incarnation)]
+        return [ev.StopProcess(slot.name, slot.incarnation, then)]
 
     def _on_life(self, slot: Slot, event: ev.OfProcess, now: float) -> list[ev.Instruction]:
         match event:
@@ -372,7 +409,15 @@ class PoolState:
                 for ended in event.ended:
                     slot.untold.pop(ended, None)
             case ev.Drained() if slot.phase is Phase.DRAINING:
-                return self._stop(slot, now)
+                heir = self._heir_of(slot)
+                then = ev.NextLife(heir.role, heir.name, heir.incarnation) if heir else None
+                return self._stop(slot, now, then=then)
+            case ev.RoleChanged():
+                if (heir := self._heir_of(slot)) is not None:
+                    heir.awaits, heir.asked, heir.heard_at = "", True, now
+                    heir.placement = slot.placement
+                    heir.note = f"its process was {slot.name} before"
+                del self.slots[slot.name]
             case ev.WriterSuspected() if slot.listens:
                 return self._stop(slot, now, kill="it is silent beyond its lease, and pages wait for its end")
             case ev.Exited() if slot.phase is not Phase.WAITING:
@@ -381,8 +426,9 @@ class PoolState:
 
     def _ended(self, slot: Slot, error: ev.Ending | None, now: float) -> list[ev.Instruction]:
         if slot.leaving or self.stopping:
+            heir = self._heir_of(slot)
             del self.slots[slot.name]
-            return self._reconcile(slot.role, now)
+            return ([self._start(heir)] if heir else []) + self._reconcile(slot.role, now)
         slot.end(error, now, self.policy)
         hurry(self.slots.of(slot.role).values(), now, self.policy)
         return self._start_due(now)
@@ -405,6 +451,7 @@ class PoolState:
 
     def _adopt(self, event: ev.Adopted, now: float) -> list[ev.Instruction]:
         slot = self.slots[event.name] = Slot(*place_of(event.name), event.incarnation, Phase.STARTING)
+        slot.seat = event.seat or slot.role
         slot.placement, slot.heard_at = event.placement, now
         out = self._meet(event.placement) if event.placement else []
         if event.address:
@@ -417,7 +464,7 @@ class PoolState:
         out: list[ev.Instruction] = []
         for slot in list(self.slots.values()):
             slot.leaving = True
-            if slot.phase is Phase.WAITING:
+            if slot.phase is Phase.WAITING or slot.awaits:
                 del self.slots[slot.name]
             elif slot.phase is not Phase.STOPPING:
                 out += self._stop(slot, now, kill="the cluster stops" if slot.phase is Phase.STARTING else "")

@@ -58,6 +58,7 @@ class FollowedProcess(ABC, Generic[_Stub]):
         self._stub: _Stub | None = None  # while it listens
         self._placement: ev.Placement | None = None  # once its process runs
         self._to_stop = asyncio.Event()
+        self.heir: ProcessHandle | None = None  # the life that its process has begun in its place
 
     async def follow(self) -> ev.Event:
         """Until its end, which is returned; its process is gone then, or has been killed at least.
@@ -65,6 +66,10 @@ class FollowedProcess(ABC, Generic[_Stub]):
         Not so when the supervisor itself is cancelled: then it lives on for the next supervisor to adopt.
         """
         end, proof = await self._live()
+        if self.heir is not None:  # the process lives on as another, who proves its end
+            if proof is not None:
+                proof.cancel()
+            return end
         killing = self._tasks.create_task(self._handle.kill())
         if not self._is_cut_off:
             await asyncio.wait({killing, proof} if proof else {killing}, timeout=GONE_S)
@@ -139,10 +144,14 @@ class FollowedProcess(ABC, Generic[_Stub]):
                 told = state.address, state.placement, state.url, state.draining
                 self._feed(ev.Started(self.name, self.incarnation, *told))
                 await self._handle.wait_closed()
+            return await self._closed()
         except TandemError as error:
             return self._exited(error)
         finally:
             starting.cancel()
+
+    async def _closed(self) -> ev.Event:
+        """It has stopped as it was asked to. Raises the `TandemError` that says otherwise."""
         return self._exited(None)
 
     async def _watch_start(self) -> None:

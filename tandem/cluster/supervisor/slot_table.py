@@ -169,6 +169,11 @@ class SlotTable(MutableMapping[str, Slot]):
         return self._counted.num[role]
 
     @property
+    def num_changed(self) -> int:
+        """How many workers serve, or are to serve, in another role than they were started in."""
+        return sum(slot.seat is not slot.role for slot in self._workers.values())
+
+    @property
     def unbegun(self) -> list[Slot]:
         """Those that start, and that no node has begun yet."""
         return self._group(_is_unbegun)
@@ -216,7 +221,7 @@ class SlotTable(MutableMapping[str, Slot]):
             self._look_at_plan(name, slot)
             self._counted.put(name, slot.role if slot and slot.counts else None)
             for role, nodes in self._nodes.items():
-                nodes.put(name, slot.node_id if slot and slot.role is role else None)
+                nodes.put(name, slot.node_id if slot and slot.seat is role else None)
             for belongs, group in self._groups.items():
                 if slot and belongs(slot):
                     group[name] = None

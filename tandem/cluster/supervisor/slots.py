@@ -41,6 +41,7 @@ class Policy:
     drain_s: float = 300.0  # a worker that leaves a pool which was made smaller is killed if it takes longer to drain
     place_s: float = 30.0  # a successor may wait so long for a node; then the worker that it replaces drains without it
     place_try_s: float = 30.0  # a node that has not begun a process after so long is left for another that has room
+    flexible: int = 0  # workers that may serve in the other role than the one they were started in
     max_successor_failures: int = 3  # in a row, of a successor that never was ready: then the drain is given up
 
     def delay(self, failures: int) -> float:
@@ -89,9 +90,15 @@ class Slot:
     successor: str = ""  # it is leaving once this slot is ready, and serves until then; empty: it waits for none
     place_by: float | None = None  # it waits so long for its successor to be placed
     drain_s: float = 0.0  # how long its drain may take
+    spare: bool = False  # it is leaving since its pool needs it no more: the other one may have its process
+    seat: Role = field(init=False)  # which of its node's places its process takes: that of the role it was started in
+    awaits: str = ""  # name of the slot, of the other pool, whose process it is to get once that has drained
     untold: dict[str, None] = field(default_factory=dict)  # incarnations whose ends it must be told of, oldest first
     note: str = ""  # for people: what became of an order
     on_set: Callable[[], None] | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.seat = self.role
 
     def __setattr__(self, name: str, value: object) -> None:
         """Tell `on_set` of all but what each heartbeat changes."""
@@ -154,13 +161,13 @@ class Slot:
         """What a later supervisor must know of its leaving."""
         if not self.leaving or self.phase is Phase.STOPPING:
             return None
-        return Drain(self.incarnation, self.drain_s, self.refill, self.successor)
+        return Drain(self.incarnation, self.drain_s, self.refill, self.successor, self.spare)
 
     def is_due(self, now: float) -> bool:
         return self.retry_at is not None and self.retry_at <= now
 
     def begin(self, incarnation: str, build: Build) -> None:
-        self.incarnation, self.build = incarnation, build
+        self.incarnation, self.build, self.seat, self.awaits = incarnation, build, self.role, ""
         self.phase, self.killed_for = Phase.STARTING, ""
         self.ready_at = self.retry_at = self.deadline = self.placement = None
         self.address, self.num_requests = "", 0

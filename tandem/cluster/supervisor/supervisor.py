@@ -143,9 +143,11 @@ class Supervisor:
         self._check_colocated(wanted, most or {})
         largest = {**wanted, **(most or {})}
         added = {role: workers - self.cluster.wanted[role] for role, workers in largest.items()}
-        if more := {role: count for role, count in added.items() if count > 0}:
+        new = {role: count - self.cluster.num_to_take_over(role, added) for role, count in added.items()}
+        if more := {role: count for role, count in new.items() if count > 0}:
             await asyncio.to_thread(self._check_room, more)
-        for role, workers in wanted.items():
+        # Those that shrink first: what one pool gives up, the other may take over.
+        for role, workers in sorted(wanted.items(), key=lambda size: added[size[0]]):
             self._feed(ev.WantedChanged(role, workers, (most or {}).get(role)))
         await self._remember()
 
@@ -302,6 +304,8 @@ class Supervisor:
                 self._spawn(worker.note_ended(note.ended))
             case ev.PublishMembership() as news, FollowedRouter() as router:
                 router.publish(news)
+            case ev.StopProcess(then=ev.NextLife() as then), FollowedWorker() as worker:
+                worker.change_role(then)
             case ev.StopProcess(), FollowedProcess() as process:
                 process.stop()
             case ev.KillProcess(), FollowedProcess() as process:
@@ -365,6 +369,7 @@ class Supervisor:
             async with asyncio.timeout(FIND_TIMEOUT_S):
                 state = await handle.state()
             adopted = replace(adopted, address=state.address, placement=state.placement, draining=state.draining)
+            adopted = replace(adopted, seat=handle.seat)
         except TandemError as error:  # it has died, or Ray cannot tell: it must not live on beside its replacement
             _log.warning("%s cannot be adopted: %s", handle.name, error)
             await handle.kill()
@@ -415,3 +420,8 @@ class Supervisor:
         end = await process.follow()
         del self._processes[process.name, process.incarnation]
         self._feed(end)
+        if (heir := process.heir) is not None:
+            if self._is_wanted(ev.StartProcess(heir.name, heir.incarnation, heir.role)):
+                self._take(heir)
+            else:  # dismissed meanwhile
+                await heir.kill()

@@ -13,6 +13,7 @@ from grpc import aio
 from tandem.cluster.supervisor import events as ev
 from tandem.cluster.supervisor.handles import ProcessHandle
 from tandem.cluster.supervisor.process_monitor import FollowedProcess, Following
+from tandem.rpc.convert import ROLE_TO_PROTO
 from tandem.rpc.v1 import common_pb2, control_pb2, control_pb2_grpc
 
 _log = logging.getLogger(__name__)
@@ -25,6 +26,12 @@ class FollowedWorker(FollowedProcess[_Stub]):
         super().__init__(handle, following)
         self.load: common_pb2.WorkerStatus | None = None  # its last report
         self._to_drain = asyncio.Event()
+        self._then: ev.NextLife | None = None
+
+    def change_role(self, then: ev.NextLife) -> None:
+        """As `stop`, but that its process goes on as that, if it can; `heir` is set then."""
+        self._then = then
+        self.stop()
 
     def drain(self) -> None:
         """Let it take no new work; `Drained` is fed once it holds nothing any more."""
@@ -59,7 +66,22 @@ class FollowedWorker(FollowedProcess[_Stub]):
         self._feed(ev.LoadReported(self.name, self.incarnation, load.num_running + load.num_queued))
 
     async def _ask_to_stop(self, stub: _Stub) -> None:
-        await stub.Stop(control_pb2.StopWorkerRequest(), timeout=self._heartbeat_s)
+        request = control_pb2.StopWorkerRequest()
+        if (then := self._then) is not None:
+            life = control_pb2.NextLife(
+                role=ROLE_TO_PROTO[then.role], worker_id=then.worker_id, incarnation=then.incarnation
+            )
+            request.then.CopyFrom(life)
+        await stub.Stop(request, timeout=self._heartbeat_s)
+
+    async def _closed(self) -> ev.Event:
+        if self._then is not None:
+            self.heir = await self._handle.next_life(self._then)
+        if self.heir is None:
+            return await super()._closed()
+        # Nothing writes in its name any more, nor into its pages: it begins the next life only if no write may be left.
+        self._feed(ev.ProcessEnded(self.incarnation))
+        return ev.RoleChanged(self.name, self.incarnation)
 
     async def _drain_when_asked(self, stub: _Stub) -> None:
         await self._to_drain.wait()

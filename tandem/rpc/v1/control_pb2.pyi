@@ -294,16 +294,52 @@ Global___DrainWorkerReply: _TypeAlias = DrainWorkerReply  # noqa: Y015
 class StopWorkerRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    THEN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def then(self) -> Global___NextLife:
+        """absent: its process ends"""
+
     def __init__(
         self,
+        *,
+        then: Global___NextLife | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["then", b"then"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["then", b"then"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StopWorkerRequest: _TypeAlias = StopWorkerRequest  # noqa: Y015
+
+@_typing.final
+class NextLife(_message.Message):
+    """As what the worker's process is to go on, with the weights that it has. It ends where it cannot: where it has pages
+    that an unfinished write may still reach.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    role: _common_pb2.Role.ValueType
+    worker_id: _builtins.str
+    incarnation: _builtins.str
+    def __init__(
+        self,
+        *,
+        role: _common_pb2.Role.ValueType = ...,
+        worker_id: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NextLife: _TypeAlias = NextLife  # noqa: Y015
 
 @_typing.final
 class StopWorkerReply(_message.Message):

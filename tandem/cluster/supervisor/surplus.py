@@ -12,11 +12,12 @@ _ORDER = {Phase.DRAINING: 0, Phase.STOPPING: 0, Phase.WAITING: 1, Phase.STARTING
 
 
 def least_needed(pool: Collection[Slot], num: int) -> list[Slot]:
-    """The first that goes first: who holds least; of equals the latest, so that low numbers stay.
+    """The first that goes first: who was started in the other role, and may go back; then who holds least; of
+    equals the latest, so that low numbers stay.
 
     Of routers one goes that has another on its node, where there is such a one: each node has a port of its own.
     """
-    left = sorted(pool, key=lambda slot: (_ORDER[slot.phase], slot.num_requests, -slot.index))
+    left = sorted(pool, key=lambda slot: (_ORDER[slot.phase], slot.seat is slot.role, slot.num_requests, -slot.index))
     routers_on = Counter(slot.placement.node for slot in left if slot.role is Role.ROUTER and slot.placement)
     if not routers_on:
         return left[:num]

@@ -106,13 +106,21 @@ def test_none_changes_where_none_is_flexible() -> None:
     assert story.drained("prefill-1").then is None
 
 
+def test_who_is_away_goes_home_first_though_another_holds_less() -> None:
+    story = Story(flexible=1)
+    story.scale(1, 2)
+    story.change("prefill-1", "decode-1")
+    story.feed(ev.LoadReported("decode-1", story.slot("decode-1").incarnation, 5))
+    story.scale(2, 1)
+    assert [name for name, slot in story.cluster.workers.items() if slot.leaving] == ["decode-1"]
+
+
 def test_one_that_goes_home_makes_room_for_another() -> None:
     story = Story(flexible=1)
     for _ in range(3):
         story.scale(1, 2)
         (leaving,) = (name for name, slot in story.cluster.workers.items() if slot.leaving)
         story.change(leaving, "decode-1")
-        story.cluster.slots["decode-0"].num_requests = 1  # so that the other one goes
         assert story.cluster.slots.num_changed == 1
         assert started(story.scale(2, 1)) == []
         story.change("decode-1", "prefill-0" if leaving == "prefill-0" else "prefill-1")

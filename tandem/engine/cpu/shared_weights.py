@@ -16,7 +16,6 @@ import logging
 import mmap
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,8 +36,8 @@ _SEAL_SHRINK, _SEAL_GROW, _SEAL_WRITE = 2, 4, 8
 _SEALS = _SEAL_SHRINK | _SEAL_GROW | _SEAL_WRITE
 _MFD_NOEXEC_SEAL = 8
 _AT_ONCE = 64 << 20
-# So long a worker waits for another one that copies or compares, and looks so often.
-_PATIENCE_S, _LOOKS_EVERY_S = 60.0, 0.05
+# So long a worker waits for another one that copies or compares.
+_PATIENCE_S = 60.0
 _NODES = Path("/sys/devices/system/node")
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -98,11 +97,8 @@ class WeightRegister:
         """
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         with open(file, "r+b") as register:
-            deadline_s = time.monotonic() + _PATIENCE_S
-            while not _lock(register):
-                if time.monotonic() > deadline_s:
-                    raise TimeoutError(f"another worker has {self._path} for longer than {_PATIENCE_S:g} s")
-                time.sleep(_LOOKS_EVERY_S)
+            if not _lock(register, _PATIENCE_S):
+                raise TimeoutError(f"another worker has {self._path} for longer than {_PATIENCE_S:g} s")
             yield register
 
     def _find(self, key: str, weights: Sequence[Weight], lines: list[str]) -> Shared | None:
@@ -118,13 +114,31 @@ class WeightRegister:
         return None
 
 
-def _lock(register: BinaryIO) -> bool:
-    """Whether it could be had now. Waiting in the kernel would know no end, where its holder was stopped."""
-    try:
-        fcntl.flock(register, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def _lock(register: BinaryIO, patience_s: float) -> bool:
+    """Whether it could be had in time. It is held until `register` is closed.
+
+    Waiting in the kernel knows no end, where the holder was stopped, so a thread does it. That has a descriptor of its
+    own of the same open file: whether it comes too late or not, what it gets is let go with the last of the two.
+
+    Raises:
+        OSError: the kernel has no lock for it.
+    """
+    file, over, errors = os.dup(register.fileno()), threading.Event(), list[OSError]()
+
+    def wait() -> None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            errors.append(error)
+        finally:
+            os.close(file)
+            over.set()
+
+    threading.Thread(target=wait, name="lock-weights", daemon=True).start()
+    is_over = over.wait(patience_s)
+    if errors:
+        raise errors[0]
+    return is_over
 
 
 def _note(register: BinaryIO, lines: list[str], shared: Shared) -> None:

@@ -287,3 +287,16 @@ def test_all_that_is_large_lies_there(tmp_path: Path) -> None:
     panels = [m.panels for m in engine._model.modules() if hasattr(m, "panels")]
     assert len(panels) == 2 * 4 + 1
     assert all(lies_in(each.numbers, engine.shared.memory) for each in panels)
+
+
+def test_a_register_that_another_has_is_waited_for_and_given_up_in_time(tmp_path: Path) -> None:
+    path = tmp_path / "register"
+    path.touch()
+    with path.open("r+b") as late:
+        with path.open("r+b") as holder:
+            assert shared_weights._lock(holder, 30)
+            assert not shared_weights._lock(late, 0.01)
+        # The holder has closed it: the thread that still waits for `late` gets it, as does who asks again.
+        assert shared_weights._lock(late, 30)
+        with path.open("r+b") as third:
+            assert not shared_weights._lock(third, 0.01)

@@ -152,6 +152,8 @@ def configs(draw: st.DrawFn) -> Config:
         tree["speculation"]["draft_model"] = ""
         for role in ("prefill", "decode"):
             tree["pools"][role]["gpus"] = 0.0
+    if tree["pools"]["flexible"]:
+        tree["pools"]["decode"]["gpus"] = tree["pools"]["prefill"]["gpus"]
     for role in ("prefill", "decode"):
         least, workers, most = sorted(draw(st.integers(1, 1024)) for _ in range(3))
         sizes = draw(st.sampled_from([(workers, 0, 0), (workers, least, most), (1, least, most), (workers, 0, most)]))

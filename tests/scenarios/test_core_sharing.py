@@ -51,7 +51,7 @@ def test_decode_computes_on_the_threads_of_a_prefill_worker_that_rests(tmp_path:
         cluster.wait_for(lambda: slots_of(cluster.core_shares) == [(1, False), (1, False)], "rest")
 
         # A dead worker's slot is the next one's, and one that leaves in order gives its slot back.
-        cluster.workers["prefill-0"].kill()
+        cluster.workers["prefill-0"].end()
         cluster.start_worker("prefill").wait_ready()
         cluster.publish()
         cluster.wait_healthy()

@@ -26,7 +26,7 @@ def test_a_batch_goes_on_where_a_killed_router_left_it(tmp_path: Path) -> None:
         file = client.files.create(file=("in.jsonl", content), purpose="batch")
         batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="1h")
         wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed, "some results", 60)
-        cluster.router.kill()
+        cluster.router.end()
         cluster.start_router().wait_ready()
         cluster.publish()
         cluster.wait_healthy()

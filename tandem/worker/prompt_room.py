@@ -28,6 +28,8 @@ _WEIGHT = 1 / 8  # of the newest step
 _HARDLY = 0.05
 # A step that takes more times what was expected counts as one of so many.
 _HELD_UP = 2.0
+# After so many steps a number that is not taken any more is tried again: it may have been held up when it was.
+_STALE_STEPS = 2000
 
 _Point = tuple[float, float]
 """Tokens of prompts, and the seconds that they add."""
@@ -40,20 +42,38 @@ class PromptRoom:
         self._plain = StepBudget()  # of steps without prompts
         # Of steps whose numbers of tokens of prompts have so many binary digits, the mean as the newest count most.
         self._added: dict[int, _Point] = {}
+        self._num_steps = 0
+        self._seen_at: dict[int, int] = {}  # of each number of binary digits, by steps
 
     def note(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """A step that generated for `num_rows` sequences, and computed `num_tokens` tokens of prompts."""
+        self._num_steps += 1
+        if self._num_steps % _STALE_STEPS == 0:
+            self._forget_stale()
         if not num_tokens:
             self._plain.note(num_rows, 0, seconds)
             return
         plain_s, size = self._plain.seconds(num_rows, 0), num_tokens.bit_length()
+        self._seen_at[size] = self._num_steps
         known = self._added.get(size)
         if known is None:
-            self._added[size] = float(num_tokens), max(0.0, seconds - plain_s)
+            added_s = max(0.0, seconds - plain_s)
+            smaller = max((other for other in self._added if other < size), default=None)
+            if smaller is not None:  # as many times as long as it has tokens, and that so many times, is the most
+                tokens, smaller_s = self._added[smaller]
+                in_proportion = (plain_s + smaller_s) * num_tokens / tokens
+                added_s = max(0.0, min(seconds, _HELD_UP * in_proportion) - plain_s)
+            self._added[size] = float(num_tokens), added_s
             return
         added_s = max(0.0, min(seconds, _HELD_UP * (plain_s + known[1])) - plain_s)
         tokens, mean_s = known
         self._added[size] = tokens + _WEIGHT * (num_tokens - tokens), mean_s + _WEIGHT * (added_s - mean_s)
+
+    def _forget_stale(self) -> None:
+        """What was not seen for long and is more than what is taken now; all, where nothing is."""
+        fresh = [size for size, at in self._seen_at.items() if at > self._num_steps - _STALE_STEPS]
+        for size in [size for size in self._added if size > max(fresh, default=0)]:
+            del self._added[size], self._seen_at[size]
 
     def tokens(self, num_rows: int, num_prompts: int, target_s: float, most: int) -> int:
         """Of prompts, for a step that generates for `num_rows` sequences while `num_prompts` are to be computed, and

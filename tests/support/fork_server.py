@@ -183,6 +183,7 @@ def _serve(tests: socket.socket) -> dict[str, Any] | None:
     wakes.setblocking(False)
     signal.set_wakeup_fd(woken.fileno())
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the tests' to answer
     selector = selectors.DefaultSelector()
     selector.register(tests, selectors.EVENT_READ)
     selector.register(wakes, selectors.EVENT_READ)
@@ -201,6 +202,7 @@ def _serve(tests: socket.socket) -> dict[str, Any] | None:
             if (pid := os.fork()) == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                signal.signal(signal.SIGINT, signal.default_int_handler)
                 for fd in (tests, wakes, woken, selector):
                     fd.close()
                 asked: dict[str, Any] = json.loads(data)

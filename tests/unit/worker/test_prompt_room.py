@@ -131,3 +131,31 @@ def test_it_follows_when_everything_takes_twice_as_long() -> None:
     tokens = room.tokens(8, 1, 0.1, 2048)
     assert slower(8, tokens) <= 0.1
     assert delay(slower, 8, 1, tokens) <= 1.2 * least_delay(slower, 8, 1, 0.1)
+
+
+@pytest.mark.parametrize(("at", "stall_s"), [(16, 5.0), (32, 0.5), (64, 1.0), (256, 1.0), (512, 2.0)])
+def test_a_step_that_was_held_up_is_not_held_against_its_tokens_for_ever(at: int, stall_s: float) -> None:
+    """The first one with so many tokens: a kernel that is compiled, a core that somebody else took."""
+    takes = in_proportion(0.01, 0.0, 1e-4)
+
+    def settled(stall_s: float) -> int:
+        room, is_to_come = PromptRoom(), stall_s > 0
+        for number in range(6000):
+            tokens = room.tokens(8, 1, 0.2, 2048) if number % 8 else 0
+            stalls = is_to_come and tokens >= at
+            is_to_come = is_to_come and not stalls
+            room.note(8, tokens, takes(8, tokens) + stalls * stall_s)
+        return room.tokens(8, 1, 0.2, 2048)
+
+    assert settled(stall_s) >= 0.9 * settled(0.0) > 100
+
+
+def test_a_worker_whose_only_step_with_prompts_was_held_up_takes_prompts_again() -> None:
+    room = PromptRoom()
+    for _ in range(10):
+        room.note(8, 0, 0.01)
+    room.note(8, 16, 5.0)
+    assert room.steps(8, 0, 0.05, 2048).num_tokens == 0
+    for _ in range(4500):
+        room.note(8, 0, 0.01)
+    assert room.steps(8, 0, 0.05, 2048).num_tokens > 0

@@ -23,6 +23,7 @@ from router.http.live import Live
 from router.http.metrics_page import METRICS, MetricsPage
 from router.http.server import HttpServer, listen
 from router.http.siblings import Siblings
+from router.http.turn_exchange import TurnExchange
 from router.lifecycle.context import RouterContext
 from router.lifecycle.migration_slots import MigrationSlots
 from router.lifecycle.tenants import Tenants
@@ -156,18 +157,19 @@ class RouterServer:
             context.metrics.registry.register(names)
         page = MetricsPage(context.metrics, self._name)
         live = Live(context, card.own_name, self._name)
+        exchange = TurnExchange(context.turns, self._name, lambda: context.workers.num_routers)
         batches = None
         if config.batches.directory:
             share = config.batches.share
             batches = BatchQueue(config, card, BackgroundAdmission(context.admission, context.clock, share))
         http = HttpServer(create_app(context, card, keys, page, live, batches), config.limits)
-        with self._siblings(page, live) as siblings, self._tracing(context, card):
+        with self._siblings(page, live, exchange) as siblings, self._tracing(context, card):
             bind = partial(listen, self._host, self._http_port)
             listener, is_shared = (bind(), False) if siblings is None else siblings.take_listener(bind)
             if not is_shared:  # else others serve until this router knows the workers: it would answer 503 before
                 http.begin()
             with listener:
-                await self._serve(context, http, guard, live, listener, batches)
+                await self._serve(context, http, guard, live, exchange, listener, batches)
 
     @contextmanager
     def _tracing(self, context: RouterContext, card: ModelCard) -> Iterator[None]:
@@ -182,20 +184,20 @@ class RouterServer:
             yield
 
     @contextmanager
-    def _siblings(self, page: MetricsPage, live: Live) -> Iterator[Siblings | None]:
+    def _siblings(self, page: MetricsPage, live: Live, exchange: TurnExchange) -> Iterator[Siblings | None]:
         if self._meeting_place is None:
             yield None
             return
-        with closing(Siblings(self._meeting_place, self._name, self._answers(page, live))) as siblings:
-            page.siblings = live.siblings = siblings
+        with closing(Siblings(self._meeting_place, self._name, self._answers(page, live, exchange))) as siblings:
+            page.siblings = live.siblings = exchange.siblings = siblings
             yield siblings
 
-    def _answers(self, page: MetricsPage, live: Live) -> Callable[[bytes], bytes]:
+    def _answers(self, page: MetricsPage, live: Live, exchange: TurnExchange) -> Callable[[bytes], bytes]:
         """For the thread in which siblings are answered: made in the event loop, like all that is counted there."""
         loop = asyncio.get_running_loop()
 
         async def own(question: bytes) -> bytes:
-            return page.own() if question == METRICS else live.answer(question)
+            return page.own() if question == METRICS else exchange.answer(question) or live.answer(question)
 
         return lambda question: asyncio.run_coroutine_threadsafe(own(question), loop).result(_ANSWER_S)
 
@@ -205,6 +207,7 @@ class RouterServer:
         http: HttpServer,
         guard: RoleGuard,
         live: Live,
+        exchange: TurnExchange,
         listener: socket.socket,
         batches: BatchQueue | None,
     ) -> None:
@@ -224,6 +227,7 @@ class RouterServer:
             RouterControl(context, http.begin, self._begin_stop, leave), guard, self._control_host, self._control_port
         )
         http_task = asyncio.create_task(http.serve_on(listener), name="http")
+        telling = asyncio.create_task(exchange.run(), name="turns of other routers")
         try:
             info = RouterInfo(
                 http_url=f"http://{_for_url(self._host)}:{listener.getsockname()[1]}",
@@ -234,8 +238,8 @@ class RouterServer:
             if batches is not None:
                 batches.leader.start()
             stop_asked = asyncio.create_task(self._stop_asked.wait())
-            await asyncio.wait({http_task, stop_asked}, return_when=asyncio.FIRST_COMPLETED)
-            if stop_asked.done():  # else the HTTP server has ended by itself
+            await asyncio.wait({http_task, telling, stop_asked}, return_when=asyncio.FIRST_COMPLETED)
+            if stop_asked.done():  # else one of the others has ended by itself
                 fault_points.reach("router.stop")
                 live.close()
                 if batches is not None:
@@ -245,10 +249,14 @@ class RouterServer:
             if batches is not None:
                 await batches.leader.stop()
             http.stop()
-            await asyncio.wait({http_task})
+            has_failed = telling.done()
+            telling.cancel()
+            await asyncio.wait({http_task, telling})
             await control.stop(grace=0)
             await context.workers.close()
         http_task.result()
+        if has_failed:
+            telling.result()
         _log.info("the router is closed")
 
     def _context(self, guard: RoleGuard) -> RouterContext:
@@ -276,7 +284,7 @@ class RouterServer:
         metrics.slo_target_s.labels("tpot").set(targets.tpot_s)
         tenants = Tenants(metrics, clock, num_routers)
         is_mixed = scheduling.mixed_pool
-        turns = Turns(lambda: workers.room(num_places(), is_mixed=is_mixed), scheduling.priority_ageing_s)
+        turns = Turns(lambda: workers.room(num_places(), is_mixed=is_mixed), scheduling.priority_ageing_s, clock)
 
         def workers_changed() -> None:
             admission.places_changed()

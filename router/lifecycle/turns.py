@@ -1,28 +1,39 @@
-"""Requests wait here until it is their turn to be placed: the queue (`router.policy.turns`) behind its gate."""
+"""Requests wait here until it is their turn to be placed: the queue (`router.policy.turns`) behind its gate, and beside
+those of other routers (`router.policy.other_turns`)."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import replace
+from uuid import uuid4
 
 from router.policy.first_token import first_token_in_s, slack_of
 from router.policy.gate import Room, UnderWay
+from router.policy.other_turns import OtherTurns, TurnNews
 from router.policy.turns import TurnQueue, Waiting
 from router.request.events import Event, TurnCame
 from router.request.mailbox import Mailbox
 from router.request.request import Request
+from tandem.core.clock import Clock
 
 _WEIGHT = 1 / 16  # of the newest prompt
 
 
 class Turns:
-    """Of one router. Not thread-safe."""
+    """Of one router. Not thread-safe.
 
-    def __init__(self, room: Callable[[], Room], ageing_s: float) -> None:
+    Attributes:
+        on_news: called whenever there may be something to tell other routers.
+    """
+
+    def __init__(self, room: Callable[[], Room], ageing_s: float, clock: Clock) -> None:
         """`room`: what the workers can take now. `ageing_s`: as of `TurnQueue`."""
+        self.on_news: Callable[[], None] = lambda: None
         self._room = room
+        self._clock = clock
         self._queue = TurnQueue(ageing_s)
+        self._others = OtherTurns(self._queue, uuid4().hex)
         self._under_way = UnderWay()
         # Of prompts that were begun: the share that was to be computed, as the newest count most.
         self._computed_share = 1.0
@@ -71,9 +82,10 @@ class Turns:
     def join(self, request: Request, inbox: Mailbox[Event]) -> Turn:
         """`inbox` gets `TurnCame` when the turn has come, unless it has come at once."""
         turn = Turn(self, request, inbox, self._slack_s(request))
-        self._queue.enter(turn.entry)
+        self._queue.enter(turn.entry, self._others.elsewhere(self._clock.now()))
         self._waiting[turn.entry] = turn
         self.look()
+        self.on_news()
         return turn
 
     def _slack_s(self, request: Request) -> float:
@@ -91,6 +103,8 @@ class Turns:
         room = self._room()
         room = replace(room, tokens_per_s=room.tokens_per_s / self._computed_share, place_s=self._place_s)
         while (entry := self._queue.first()) is not None:
+            if self._is_behind(entry, room):
+                return
             if not self._may_follow(entry, room):
                 entry = self._queue.first(oldest=False)
                 if entry is None or not self._may_follow(entry, room):
@@ -100,6 +114,30 @@ class Turns:
 
     def _may_follow(self, entry: Waiting, room: Room) -> bool:
         return self._under_way.may_follow(entry.num_tokens, entry.num_sequences, room, entry.turn)
+
+    def _is_behind(self, entry: Waiting, room: Room) -> bool:
+        """Whether others have their turns first, at other routers."""
+        if not room.num_computing or (entry.num_sequences and not room.num_decode):
+            return False  # without workers it is to find that out
+        return self._others.go_first(entry, self._clock.now())
+
+    # -- other routers
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests."""
+        return self._queue.num_waiting
+
+    def tell(self) -> TurnNews:
+        """What other routers are to know; all of them are to be told it."""
+        return self._others.tell()
+
+    def hear(self, router: str, news: TurnNews) -> None:
+        """Another router, of this name, has told that."""
+        self._others.hear(router, news, self._clock.now())
+        self.look()
+
+    # -- one request
 
     def leave(self, turn: Turn) -> None:
         """The request has ended."""
@@ -116,6 +154,7 @@ class Turns:
 
     def charge(self, turn: Turn, num_tokens: int) -> None:
         self._queue.charge(turn.entry, num_tokens)
+        self.on_news()
 
 
 class Turn:

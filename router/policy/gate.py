@@ -13,7 +13,8 @@ running idle:
 - *Pages*: where no decode worker has room for the prompt, not more than two for each wait there for pages.
 
 Several routers divide the places evenly, and one takes besides what the others leave of theirs: connections may lie
-unevenly. Where all have requests waiting, who has more than its share places nothing until it has less.
+unevenly. Where all have requests waiting, who has more than its share places nothing until it has less. Who was served
+more than others places nothing either (`router.policy.other_turns`).
 
 A router that has placed nothing places one whatever else is under way: each of its requests that ends, or gets on, is
 heard of, so nothing waits for ever.

@@ -16,6 +16,9 @@ The next one is found in four steps:
 most the tokens of one prompt and of all answers that are under way, divided by the smaller weight. So a tenant waits
 for its next turn at most as long as the others take to get that much.
 
+Of several routers each has a queue of its own, and hears of the others' (`router.policy.other_turns`): the counter of a
+tenant is of what it got from all of them.
+
 Nothing here grows with what has ended. A turn costs a logarithm of those that wait, a token two additions.
 """
 
@@ -26,7 +29,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 
 #: Tenants and sessions that are remembered while they have nothing waiting; the least recently served are forgotten.
 MAX_TENANTS, MAX_SESSIONS = 4096, 16384
@@ -63,6 +66,35 @@ class Waiting:
     waits: bool = False  # set by the queue
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a router tells of one tenant.
+
+    Attributes:
+        counter: what all routers gave it, as far as this one knows, divided by its weight; and what it was lifted by.
+        given: what this router gave it since its start, divided by its weight.
+    """
+
+    counter: float
+    given: float
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """What is known of the queues of other routers.
+
+    Attributes:
+        least: the least counter of those that wait there; `None`: nobody waits there, as far as is known.
+        last: the greatest counter with which a tenant had its turn there.
+    """
+
+    least: float | None = None
+    last: float = 0.0
+
+
+NOWHERE = Elsewhere()
+
+
 class TurnQueue:
     """Not thread-safe."""
 
@@ -76,15 +108,20 @@ class TurnQueue:
         self._levels: dict[int, _Level] = {}
         # Of the tenants that wait, by counters as of when they were entered: later ones are never less.
         self._by_served: list[tuple[float, int, _Tenant]] = []
-        self._last_served = 0.0  # the counter of the tenant that had the last turn
+        self.last_served = 0.0  # the counter of the tenant that had the last turn
+        # Tenants whose counters have changed here since they were told, in that order. Bounded by the tenants.
+        self._untold: dict[str, None] = {}
+        self._num_grown = 0.0  # what all counters grew by since `grown` was asked for
+        self._grown: set[str] = set()  # whose counters
         self.num_waiting = 0
         self.num_tokens = 0  # of all prompts that wait
 
-    def enter(self, waiting: Waiting) -> None:
+    def enter(self, waiting: Waiting, elsewhere: Elsewhere = NOWHERE) -> None:
         tenant = self._tenant(waiting.owner, waiting.weight)
         if not tenant.num_waiting:
-            least = self._least_served()
-            tenant.served = max(tenant.served, self._last_served if least is None else least)
+            known = [least for least in (self.least_served(), elsewhere.least) if least is not None]
+            tenant.served = max(tenant.served, min(known, default=max(self.last_served, elsewhere.last)))
+            self._untold[waiting.owner] = None
             if not tenant.is_listed:
                 tenant.is_listed = True
                 heapq.heappush(self._by_served, (tenant.served, next(self._numbers), tenant))
@@ -128,11 +165,14 @@ class TurnQueue:
         self._levels[waiting.priority].had_turn(waiting.owner)
         self.leave(waiting)
         self.charge(waiting, waiting.num_tokens)
-        self._last_served = self._tenants[waiting.owner].served
+        self.last_served = self._tenants[waiting.owner].served
 
     def charge(self, waiting: Waiting, num_tokens: int) -> None:
         """It gets so many tokens more, waiting or not."""
-        self._tenant(waiting.owner, waiting.weight).served += num_tokens / waiting.weight
+        grown, tenant = num_tokens / waiting.weight, self._tenant(waiting.owner, waiting.weight)
+        tenant.given += grown
+        self._grow(tenant, grown)
+        self._untold[waiting.owner] = None
         if waiting.session:
             key = (waiting.owner, waiting.session)
             self._sessions[key] = self._sessions.get(key, 0.0) + num_tokens
@@ -147,14 +187,63 @@ class TurnQueue:
         others = sum(each.weight for each in self._tenants.values() if each.num_waiting and each is not tenant)
         return min(float(self.num_tokens), own * (1 + others / weight))
 
+    # -- for other routers, and from them
+
+    def served(self, owner: str) -> float:
+        """The counter of a tenant."""
+        tenant = self._tenants.get(owner)
+        return tenant.served if tenant is not None else 0.0
+
+    def take_changed(self, most: int) -> dict[str, Served]:
+        """Of up to so many tenants whose counters have changed here since they were taken, the longest ago first."""
+        owners = list(islice(self._untold, most))
+        for owner in owners:
+            del self._untold[owner]
+        return {owner: self.tell(owner) for owner in owners}
+
+    def tell(self, owner: str) -> Served:
+        """Of a tenant that waits, or whose counter has changed."""
+        tenant = self._tenants[owner]
+        return Served(tenant.served, tenant.given)
+
+    def take_growth(self) -> float:
+        """What the counter of a tenant grew by since this was asked for, on average of those that grew."""
+        growth = self._num_grown / len(self._grown) if self._grown else 0.0
+        self._num_grown = 0.0
+        self._grown.clear()
+        return growth
+
+    def learn(self, owner: str, counter: float, more: float) -> None:
+        """Another router has given the tenant so much more, and knows of so much in all."""
+        tenant = self._known(owner)
+        self._grow(tenant, more)
+        tenant.served = max(tenant.served, counter)
+
+    def lift(self, least: float) -> None:
+        """Of those that wait nobody has a claim to more than who has got so much."""
+        for tenant in self._tenants.values():
+            if tenant.num_waiting and tenant.served < least:
+                tenant.served = least
+
+    def _grow(self, tenant: _Tenant, more: float) -> None:
+        tenant.served += more
+        self._num_grown += more
+        self._grown.add(tenant.owner)
+
+    # -- what is known of whom
+
     def _tenant(self, owner: str, weight: float) -> _Tenant:
+        tenant = self._known(owner)
+        tenant.weight = weight
+        return tenant
+
+    def _known(self, owner: str) -> _Tenant:
         tenant = self._tenants.get(owner)
         if tenant is None:
             tenant = self._tenants[owner] = _Tenant(owner)
             self._forget_some()
         else:
             self._tenants.move_to_end(owner)
-        tenant.weight = weight
         return tenant
 
     def _forget_some(self) -> None:
@@ -162,8 +251,10 @@ class TurnQueue:
             gone = next((owner for owner, tenant in self._tenants.items() if not tenant.num_waiting), None)
             if gone is not None:
                 del self._tenants[gone]
+                self._untold.pop(gone, None)
+                self._grown.discard(gone)
 
-    def _least_served(self) -> float | None:
+    def least_served(self) -> float | None:
         """Of the tenants that wait."""
         heap = self._by_served
         while heap:
@@ -186,6 +277,7 @@ class _Tenant:
     owner: str
     weight: float = 1.0
     served: float = 0.0
+    given: float = 0.0  # by this router; never set back
     num_waiting: int = 0
     num_tokens: int = 0  # of its prompts that wait
     is_listed: bool = False  # whether the queue's order of counters has it

@@ -83,6 +83,7 @@ class ProcessCluster:
     Attributes:
         points: the directory whose files arm `tandem.core.fault_points` in every process; `None`: no points.
         anew: each process is started by an interpreter of its own, as users start it.
+        other_routers: beside `router`; all share its port.
         colocated: as the router is told; set by `launch`, and by who adds or takes away prefill workers.
     """
 
@@ -93,8 +94,10 @@ class ProcessCluster:
         config: dict[str, Any] | None = None,
         points: Path | None = None,
         *,
+        num_routers: int = 1,
         anew: bool = False,
     ) -> None:
+        self._num_routers = num_routers
         self.directory = directory
         self.points = points
         self._anew = anew
@@ -107,13 +110,18 @@ class ProcessCluster:
         self.workers: dict[str, Process] = {}
         self._all_workers: list[Process] = []
         self.router: Process
+        self.other_routers: list[Process] = []
         self._membership_version = 0
         self._num_started = 0
 
     @property
     def processes(self) -> list[Process]:
         """The newest of each name."""
-        return [self.router, *self.workers.values()]
+        return [*self.routers, *self.workers.values()]
+
+    @property
+    def routers(self) -> list[Process]:
+        return [self.router, *self.other_routers]
 
     # -- processes
 
@@ -141,13 +149,18 @@ class ProcessCluster:
         return process
 
     def start_router(self) -> Process:
-        self.router = self._start("router", "router", "--http-port", self.url.rpartition(":")[2])
+        self.router = self._start_router("router")
         return self.router
+
+    def _start_router(self, name: str) -> Process:
+        meeting = ("--name", name, "--siblings", str(self.directory / "siblings")) if self._num_routers > 1 else ()
+        return self._start(name, "router", "--http-port", self.url.rpartition(":")[2], *meeting)
 
     def launch(self, num_prefill: int = 1, num_decode: int = 1) -> None:
         """Start everything, and wait for nothing."""
         self.colocated = not num_prefill
         self.start_router()
+        self.other_routers = [self._start_router(f"router-{n}") for n in range(1, self._num_routers)]
         for n in range(num_prefill):
             self.start_worker("prefill", n)
         for n in range(num_decode):
@@ -164,11 +177,11 @@ class ProcessCluster:
             self.wait_healthy()
 
     def publish(self) -> None:
-        """Tell the router about all workers that live."""
+        """Tell the routers about all workers that live."""
         asyncio.run(self.push_membership())
 
     async def push_membership(self) -> None:
-        """As `publish`. Raises gRPC's error where the router does not take it."""
+        """As `publish`. Raises gRPC's error where a router does not take it."""
         self._membership_version += 1
         members = [
             control_pb2.Member(
@@ -185,10 +198,16 @@ class ProcessCluster:
         ]
         ended = [process.incarnation for process in self._all_workers if process.facts and not process.lives]
         membership = control_pb2.Membership(
-            version=self._membership_version, members=members, ended=ended, colocated=self.colocated
+            version=self._membership_version,
+            members=members,
+            ended=ended,
+            colocated=self.colocated,
+            num_routers=len(self.routers),
         )
-        async with make_channel(self.router.facts["control"]) as channel:
-            await control_pb2_grpc.RouterControlStub(channel).SetMembership(membership, timeout=10)
+        for number, router in enumerate(self.routers):
+            membership.router_number = number
+            async with make_channel(router.facts["control"]) as channel:
+                await control_pb2_grpc.RouterControlStub(channel).SetMembership(membership, timeout=10)
 
     def wait_healthy(self, timeout_s: float = 30.0) -> None:
         self.wait_for(lambda: httpx.get(f"{self.url}/health").status_code == 200, "health", timeout_s)

@@ -12,6 +12,7 @@ from router.policy.gate import Room
 from router.request.mailbox import Mailbox
 from router.request.request import BACKGROUND_PRIORITY, Request
 from router.request.targets import Targets
+from tandem.core.clock import VirtualClock
 from tandem.core.sampling import SamplingParams
 from tandem.rpc.v1 import common_pb2
 from tandem.rpc.v1.control_pb2 import PoolSize, RouterStatusRequest
@@ -72,7 +73,7 @@ def test_requests_of_batches_ask_for_nothing() -> None:
 
 def turns_with(room: Room) -> Turns:
     """Three requests have come."""
-    turns = Turns(lambda: room, 10.0)
+    turns = Turns(lambda: room, 10.0, VirtualClock())
     for number in range(3):
         turns.join(request(number), Mailbox())
     return turns

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.policy.turns import MAX_SESSIONS, MAX_TENANTS, OLDEST_EVERY, TurnQueue, Waiting
+from tests.support.fairness import jain
 
 AGEING_S = 10.0
 
@@ -44,10 +45,6 @@ def take(queue: TurnQueue) -> Waiting:
 
 def taken(queue: TurnQueue) -> list[Waiting]:
     return [take(queue) for _ in range(queue.num_waiting)]
-
-
-def jain(shares: list[float]) -> float:
-    return sum(shares) ** 2 / (len(shares) * sum(share**2 for share in shares))
 
 
 # -- one tenant

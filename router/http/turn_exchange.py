@@ -1,0 +1,65 @@
+"""Tells other routers that share the port of this one's turns, and hears of theirs (`router.policy.other_turns`)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import astuple
+
+import orjson
+
+from router.http.siblings import Siblings
+from router.lifecycle.turns import Turns
+from router.policy.other_turns import EVERY_S, Next, TurnNews
+from router.policy.turns import Served
+
+_TOLD = b"t"
+"""Before the word of one router to another: a question whose answer says nothing."""
+
+
+class TurnExchange:
+    """Of one router.
+
+    Attributes:
+        siblings: routers that share the port; `None` where there are none, or none is known yet.
+    """
+
+    def __init__(self, turns: Turns, name: str, num_routers: Callable[[], int]) -> None:
+        """`num_routers`: how many there are now, this one included."""
+        self.siblings: Siblings | None = None
+        self._turns, self._name, self._num_routers = turns, name, num_routers
+        self._has_news = asyncio.Event()
+        turns.on_news = self._has_news.set
+
+    async def run(self) -> None:
+        """Until it is cancelled. Idle it does nothing."""
+        while True:
+            if not self._turns.num_waiting:  # else others may not be heard any more, whose turns were waited for
+                await self._has_news.wait()
+            self._has_news.clear()
+            num_others = self._num_routers() - 1
+            if self.siblings is not None and num_others > 0:
+                await self.siblings.ask(_TOLD + encoded(self._name, self._turns.tell()))
+                self._turns.look()
+            await asyncio.sleep(EVERY_S * max(1, num_others))
+
+    def answer(self, question: bytes) -> bytes:
+        """What another router asks; empty where this is no question of this kind."""
+        if question[:1] != _TOLD:
+            return b""
+        self._turns.hear(*decoded(question[1:]))
+        return _TOLD
+
+
+def encoded(name: str, news: TurnNews) -> bytes:
+    """At most some 12 KiB. `name`: of the router that tells."""
+    first = astuple(news.next) if news.next is not None else None
+    served = {owner: (each.counter, each.given) for owner, each in news.served.items()}
+    return orjson.dumps([name, news.life, news.last, first, served])
+
+
+def decoded(text: bytes) -> tuple[str, TurnNews]:
+    """Name and word of a router."""
+    name, life, last, first, served = orjson.loads(text)
+    news = {owner: Served(*figures) for owner, figures in served.items()}
+    return name, TurnNews(life, last, Next(*first) if first is not None else None, news)

@@ -1,0 +1,370 @@
+"""Turns at several routers: tenants with a backlog get what their weights say, wherever their connections lie."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from itertools import count
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.http.turn_exchange import decoded, encoded
+from router.lifecycle.turns import Turn, Turns
+from router.policy.gate import Room, places_of_one
+from router.policy.other_turns import EVERY_S, FRESH_S, MOST_TOLD, Next, OtherTurns, TurnNews
+from router.policy.turns import Served, TurnQueue, Waiting
+from router.request.mailbox import Mailbox
+from router.request.request import Request
+from router.request.targets import Targets
+from router.request.tenant import Tenant
+from tandem.core.clock import VirtualClock
+from tandem.core.sampling import SamplingParams
+from tests.support.fairness import jain
+
+ROUND_S = 0.01
+AGEING_S = 10.0
+
+
+@dataclass
+class Load:
+    """Of one tenant.
+
+    Attributes:
+        waiting: of each router, how many of its requests wait there at any time.
+        prompt, output: tokens of each request, at most.
+    """
+
+    waiting: tuple[int, ...]
+    weight: float = 1.0
+    prompt: int = 20
+    output: int = 20
+
+
+@dataclass
+class Sent:
+    """A request that has been placed."""
+
+    turn: Turn
+    router: int
+    tenant: str
+    num_left: int  # tokens of its prompt, then of its answer
+    is_once: bool
+
+
+@dataclass
+class World:
+    """Routers before workers that compute `prompt_tokens` of prompts in a round, and have so many places, each of which
+    gives a token in a round. A router hears of the others' places a round later.
+
+    Attributes:
+        are_told: whether routers tell each other of their turns.
+        silent: routers that stand still.
+    """
+
+    loads: dict[str, Load]
+    num_places: int = 16
+    prompt_tokens: int = 10_000
+    seed: int = 0
+    are_told: bool = True
+    clock: VirtualClock = field(default_factory=VirtualClock)
+    got: Counter[str] = field(default_factory=Counter)
+    silent: set[int] = field(default_factory=set)
+    busy: list[int] = field(default_factory=list)  # places, by round
+    num_computed: list[int] = field(default_factory=list)  # tokens of prompts, by round
+
+    def __post_init__(self) -> None:
+        self.rng, self.numbers = Random(self.seed), count()
+        num_routers = len(next(iter(self.loads.values())).waiting)
+        self.placed = [0] * num_routers  # sequences of each
+        self.known = [0] * num_routers  # the same, as the others know
+        self.prompts, self.for_a_place, self.decoding = deque[Sent](), deque[Sent](), list[Sent]()
+        self.turns = [self.make_turns(router) for router in range(num_routers)]
+        self.waiting: list[list[Sent]] = [[] for _ in range(num_routers)]
+        for router in range(num_routers):
+            for tenant, load in self.loads.items():
+                for _ in range(load.waiting[router]):
+                    self.join(router, tenant)
+
+    def make_turns(self, router: int) -> Turns:
+        return Turns(lambda: self.room(router), AGEING_S, self.clock)
+
+    def start_again(self, router: int) -> None:
+        """One without requests."""
+        assert not self.waiting[router]
+        self.turns[router] = self.make_turns(router)
+
+    def room(self, router: int) -> Room:
+        num_others = sum(num for other, num in enumerate(self.known) if other != router)
+        num_routers = len(self.known)
+        return Room(
+            num_computing=1,
+            tokens_per_s=self.prompt_tokens / ROUND_S,
+            num_decode=1,
+            num_places=places_of_one(self.num_places, num_routers, num_others),
+            most_pages=10**6,
+            page_size=16,
+            num_routers=num_routers,
+        )
+
+    def join(self, router: int, tenant: str, *, once: bool = False) -> None:
+        """`once`: no other comes when it has its turn."""
+        load = self.loads[tenant]
+        num_tokens = self.rng.randint(1, load.prompt)
+        request = Request(
+            f"request-{next(self.numbers)}",
+            (0,) * num_tokens,
+            SamplingParams(),
+            self.clock.now(),
+            targets=Targets(1.0, 0.1),
+            tenant=Tenant(tenant, tenant, "", weight=load.weight),
+        )
+        self.waiting[router].append(
+            Sent(self.turns[router].join(request, Mailbox()), router, tenant, num_tokens, is_once=once)
+        )
+
+    def run(self, seconds: float) -> None:
+        every = round(EVERY_S / ROUND_S)
+        for number in range(round(seconds / ROUND_S)):
+            self.clock.advance(ROUND_S)
+            for router in range(len(self.turns)):
+                if router not in self.silent:
+                    if self.are_told and number % every == router:
+                        self.tell(router)
+                    self.turns[router].look()
+                    self.place(router)
+            self.compute()
+            self.decode()
+            self.known = list(self.placed)
+
+    def tell(self, router: int) -> None:
+        news = self.turns[router].tell()
+        for other, turns in enumerate(self.turns):
+            if other != router and other not in self.silent:
+                turns.hear(f"router-{router}", news)
+
+    def place(self, router: int) -> None:
+        """Those whose turn has come. Others come in their place."""
+        while come := [sent for sent in self.waiting[router] if sent.turn.has_come]:
+            self.waiting[router] = [sent for sent in self.waiting[router] if not sent.turn.has_come]
+            for sent in come:
+                self.got[sent.tenant] += sent.num_left
+                self.prompts.append(sent)
+                self.placed[router] += 1
+                if not sent.is_once:
+                    self.join(router, sent.tenant)
+
+    def compute(self) -> None:
+        left = self.prompt_tokens
+        while left and self.prompts:
+            sent = self.prompts[0]
+            sent.turn.begun(0)
+            now = min(left, sent.num_left)
+            sent.num_left -= now
+            left -= now
+            if not sent.num_left:
+                self.for_a_place.append(self.prompts.popleft())
+        self.num_computed.append(self.prompt_tokens - left)
+
+    def decode(self) -> None:
+        while self.for_a_place and len(self.decoding) < self.num_places:
+            sent = self.for_a_place.popleft()
+            sent.turn.granted()
+            sent.num_left = self.rng.randint(1, self.loads[sent.tenant].output)
+            self.decoding.append(sent)
+        self.busy.append(len(self.decoding))
+        for sent in self.decoding:
+            sent.turn.charge(1)
+            self.got[sent.tenant] += 1
+            sent.num_left -= 1
+            if not sent.num_left:
+                self.placed[sent.router] -= 1
+                sent.turn.end()
+        self.decoding = [sent for sent in self.decoding if sent.num_left]
+
+    def use(self) -> float:
+        """The used part of what is short."""
+        num = len(self.busy)
+        return max(sum(self.busy) / self.num_places, sum(self.num_computed) / self.prompt_tokens) / num
+
+    def shares(self) -> dict[str, float]:
+        return {tenant: self.got[tenant] / load.weight for tenant, load in self.loads.items() if self.got[tenant]}
+
+    def jain(self) -> float:
+        return jain(list(self.shares().values()))
+
+
+# -- fairness
+
+CASES = {
+    "each has a router for itself": {"a": Load((30, 0)), "b": Load((0, 30), weight=2.0)},
+    "two at one router, one at the other": {"a": Load((30, 0)), "b": Load((30, 0)), "c": Load((0, 30))},
+    "one at both": {"a": Load((30, 0)), "b": Load((30, 30))},
+    "long prompts": {"a": Load((30, 0), prompt=200, output=10), "b": Load((0, 30), prompt=10, output=50)},
+    "three routers": {"a": Load((9, 0, 9)), "b": Load((0, 30, 9), weight=2.0), "c": Load((0, 9, 0))},
+}
+DECODE, PREFILL = {"prompt_tokens": 10_000}, {"prompt_tokens": 40, "num_places": 64}
+"""What is short: places in decode's batches, or the computation of prompts."""
+
+
+@pytest.mark.parametrize("short", [DECODE, PREFILL], ids=["decode", "prefill"])
+@pytest.mark.parametrize("case", CASES)
+def test_wherever_connections_lie_tenants_get_what_their_weights_say(case: str, short: dict[str, int]) -> None:
+    world = World(CASES[case], **short)
+    world.run(30.0)
+    assert world.jain() >= 0.99, world.shares()
+    assert world.use() >= 0.97, "who holds back leaves nothing idle"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_without_a_word_of_each_other_they_do_not(case: str) -> None:
+    world = World(CASES[case], are_told=False)
+    world.run(30.0)
+    assert world.jain() < 0.95, world.shares()
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30),
+    num_routers=st.integers(2, 3),
+    num_tenants=st.integers(2, 5),
+    num_places=st.integers(4, 32),
+    prompt_tokens=st.sampled_from([100, 1000]),
+)
+def test_what_tenants_with_a_backlog_get_differs_by_no_more_than_the_bound(
+    seed: int, num_routers: int, num_tenants: int, num_places: int, prompt_tokens: int
+) -> None:
+    rng = Random(seed)
+    loads = {}
+    for number in range(num_tenants):
+        waiting = [rng.choice([0, 4, 20]) for _ in range(num_routers)]
+        waiting[rng.randrange(num_routers)] = 20
+        loads[str(number)] = Load(tuple(waiting), rng.choice([1.0, 2.0]), rng.choice([5, 50]), rng.choice([5, 50]))
+    world = World(loads, num_places, prompt_tokens, seed)
+    world.run(20.0)
+    longest = max(load.prompt for load in loads.values())
+    most_output = max(load.output for load in loads.values())
+    of_one_queue = 2 * (longest + num_places * most_output)
+    in_a_second = world.got.total() / 20.0
+    shares = world.shares().values()
+    assert world.use() >= 0.95
+    assert max(shares) - min(shares) <= of_one_queue + 3 * EVERY_S * in_a_second, world.shares()
+    world.got.clear()
+    world.run(40.0)
+    assert world.jain() >= 0.95, world.shares()
+
+
+def test_who_asks_now_and_then_costs_the_others_no_places() -> None:
+    """Its requests wait for a moment each, and then nobody waits there."""
+    world = World({"flood": Load((60, 0)), "calm": Load((0, 0))})
+    for _ in range(200):
+        world.join(1, "calm", once=True)
+        world.run(0.13)
+    assert world.use() >= 0.99
+
+
+def test_who_comes_at_a_router_where_nobody_waits_has_saved_nothing_up() -> None:
+    world = World({"flood": Load((30, 0)), "new": Load((0, 0))})
+    world.run(20.0)
+    for _ in range(60):
+        world.join(1, "new")
+    world.got.clear()
+    world.run(5.0)
+    assert world.jain() >= 0.98, world.shares()
+
+
+def test_who_comes_is_lifted_to_the_least_of_all_that_wait() -> None:
+    """More urgent ones have had turns meanwhile, of a tenant that has got much."""
+    queue = TurnQueue(AGEING_S)
+    turns = OtherTurns(queue, "here")
+    turns.hear("other", TurnNews("there", 1e6, Next("b", 0, 100.0), {}), 0.0)
+    for now_s, counter in ((0.1, 100.0), (FRESH_S, 1e6)):
+        entry = Waiting(f"new {now_s}", 1.0, 0, "", math.inf, now_s, 10)
+        queue.enter(entry, turns.elsewhere(now_s))
+        assert queue.served(entry.owner) == counter
+        queue.leave(entry)
+
+
+# -- silence
+
+
+def test_nobody_waits_for_a_router_that_says_nothing() -> None:
+    world = World({"a": Load((30, 0)), "b": Load((0, 30))})
+    world.run(5.0)
+    world.silent.add(1)
+    world.run(FRESH_S + 2.0)
+    assert set(world.busy[-150:]) == {16}, "all places are used"
+
+
+def test_who_waited_at_a_router_that_said_nothing_has_saved_nothing_up() -> None:
+    world = World({"a": Load((30, 0)), "b": Load((0, 30))})
+    world.run(5.0)
+    world.silent.add(1)
+    world.run(60.0)
+    world.silent.clear()
+    world.run(1.0)
+    world.got.clear()
+    world.run(10.0)
+    assert world.jain() >= 0.98, world.shares()
+
+
+def test_a_router_that_is_started_again_has_a_claim_to_no_more() -> None:
+    world = World({"a": Load((30, 0)), "b": Load((30, 0))})
+    world.run(30.0)
+    world.start_again(1)
+    world.loads["c"] = Load((0, 30))
+    for _ in range(30):
+        world.join(1, "c")
+    world.run(1.0)
+    world.got.clear()
+    world.run(20.0)
+    assert world.jain() >= 0.98, world.shares()
+
+
+# -- words
+
+
+def test_a_word_is_bounded_and_what_is_left_comes_in_the_next() -> None:
+    queue = TurnQueue(AGEING_S)
+    turns = OtherTurns(queue, "a life")
+    for number in range(MOST_TOLD + 10):
+        entry = Waiting(f"{number:064}", 1 / 3, 0, "", math.inf, 0.0, 100)
+        queue.enter(entry)
+        queue.take(entry)
+    first, second = (turns.tell() for _ in range(2))
+    assert (len(first.served), len(second.served)) == (MOST_TOLD, 10)
+    assert not first.served.keys() & second.served.keys()
+    assert turns.tell() == TurnNews("a life", queue.last_served, None, {})
+    assert len(encoded("router-0", first)) < 14 << 10, "a question has 16 KiB at most"
+
+
+def test_a_word_arrives_as_it_was_told() -> None:
+    first = Next("owner", -3, 17.25)
+    for following in (first, None):
+        news = TurnNews("a life", 3.5, following, {"owner": Served(17.25, 1 / 3)})
+        assert decoded(encoded("router-0", news)) == ("router-0", news)
+
+
+def test_what_another_router_gave_counts_once() -> None:
+    queue = TurnQueue(AGEING_S)
+    turns = OtherTurns(queue, "here")
+    for so_far in (100.0, 150.0, 150.0):
+        turns.hear("other", TurnNews("there", 0.0, None, {"a": Served(100.0, so_far)}), 0.0)
+    assert queue.served("a") == 150.0, "100 as it knows of so much, and then 50 more"
+    turns.hear("other", TurnNews("its next life", 0.0, None, {"a": Served(0.0, 10.0)}), 0.0)
+    turns.hear("other", TurnNews("its next life", 0.0, None, {"a": Served(10.0, 30.0)}), 0.0)
+    assert queue.served("a") == 170.0
+
+
+def test_more_urgent_requests_do_not_wait_for_what_waits_elsewhere() -> None:
+    queue = TurnQueue(AGEING_S)
+    turns = OtherTurns(queue, "here")
+    entry = Waiting("a", 1.0, 0, "", math.inf, 0.0, 100)
+    queue.charge(entry, 1000)
+    queue.enter(entry)
+    for priority, waits in ((0, True), (-1, True), (1, False)):
+        turns.hear("other", TurnNews("there", 0.0, Next("b", priority, 0.0), {}), 0.0)
+        assert turns.go_first(entry, 0.1) == waits

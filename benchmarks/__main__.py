@@ -69,7 +69,7 @@ def _add_kernels(commands: Any) -> None:
         metavar="N",
         help="numbers of threads, one after the other (default: 1 and all)",
     )
-    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    _add_json(command)
     command.add_argument("--no-progress", dest="progress", action="store_false", help="do not tell what is measured")
 
 
@@ -81,7 +81,7 @@ def _add_host(commands: Any) -> None:
         "python -m benchmarks host\npython -m benchmarks host --json docs/figures/host.json",
         _host,
     )
-    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    _add_json(command)
 
 
 def _add_parts(commands: Any) -> None:
@@ -110,7 +110,7 @@ def _add_parts(commands: Any) -> None:
     command.add_argument(
         "--transport", choices=("ucx", "nccl"), help="of the handoffs (default: ucx where it is installed)"
     )
-    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    _add_json(command)
 
 
 def _add_placement(commands: Any) -> None:
@@ -121,7 +121,7 @@ def _add_placement(commands: Any) -> None:
         "python -m benchmarks placement\npython -m benchmarks placement --json docs/figures/placement.json",
         _placement,
     )
-    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    _add_json(command)
 
 
 def _add_autoscale(commands: Any) -> None:
@@ -136,7 +136,7 @@ def _add_autoscale(commands: Any) -> None:
         "--traces", type=Path, required=True, metavar="DIR",
         help="with AzureLLMInferenceTrace_conv.csv and AzureLLMInferenceTrace_code.csv",
     )  # fmt: skip
-    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    _add_json(command)
 
 
 def _add_law(commands: Any) -> None:
@@ -147,7 +147,7 @@ def _add_law(commands: Any) -> None:
         "python -m benchmarks law --json docs/figures/law.json",
         _law,
     )
-    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    _add_json(command)
 
 
 def _add_scale(commands: Any) -> None:
@@ -169,7 +169,7 @@ def _add_scale(commands: Any) -> None:
     command.add_argument(
         "--traces", type=Path, metavar="DIR", help="with AzureLLMInferenceTrace_conv.csv (default: here)"
     )
-    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there; other parts stay")
+    _add_json(command, "write everything there; other parts stay")
 
 
 def _add_conversations(commands: Any) -> None:
@@ -189,7 +189,7 @@ def _add_conversations(commands: Any) -> None:
     )
     command.add_argument("--repetitions", type=whole(1), default=3, metavar="N", help="of each way (default: 3)")
     command.add_argument("--transport", choices=("ucx", "nccl"), default="ucx", help="of the handoffs (default: ucx)")
-    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    _add_json(command)
 
 
 def _add_simulated(commands: Any) -> None:
@@ -208,7 +208,7 @@ def _add_simulated(commands: Any) -> None:
     command.add_argument(
         "--seqs", type=whole(1), default=64, metavar="N", help="requests at once for a decode worker (default: 64)"
     )
-    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    _add_json(command)
 
 
 def _add_accuracy(commands: Any) -> None:
@@ -221,7 +221,7 @@ def _add_accuracy(commands: Any) -> None:
     )
     command.add_argument("--texts", type=whole(1), default=20, metavar="N", help="stories (default: 20)")
     command.add_argument("--recalls", type=whole(1), default=100, metavar="N", help="prompts (default: 100)")
-    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    _add_json(command)
 
 
 def _add_link(commands: Any) -> None:
@@ -254,7 +254,7 @@ def _add_link(commands: Any) -> None:
     )
     command.add_argument("--runs", type=whole(1), default=5, metavar="N", help="of each (default: 5)")
     command.add_argument("--link", default="", metavar="NAME", help="name of this link in the file")
-    command.add_argument("--json", type=Path, metavar="FILE", help="add everything there")
+    _add_json(command, "add everything there")
 
 
 def _add_gpu(commands: Any) -> None:
@@ -275,7 +275,11 @@ def _add_gpu(commands: Any) -> None:
         default=["8b", "1b"],
         help="Llama shapes (default: 8b and 1b)",
     )
-    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    _add_json(command)
+
+
+def _add_json(command: argparse.ArgumentParser, what: str = "write everything there") -> None:
+    command.add_argument("--json", type=Path, metavar="FILE", help=what)
 
 
 # --- what they run: imports stand inside ------------------------------------------------------------------------------

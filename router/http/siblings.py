@@ -19,7 +19,7 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -107,9 +107,13 @@ class Siblings:
 
     # -- questions
 
-    async def ask(self, question: bytes) -> dict[str, bytes | None]:
-        """What each other router answers, by its name; `None`: nothing in time, or it does not know the question."""
-        entries = self._others()
+    async def ask(self, question: bytes, but: Collection[str] = ()) -> dict[str, bytes | None]:
+        """What each other router answers, by its name; `None`: nothing in time, or it does not know the question.
+
+        Args:
+            but: names of those that are not asked.
+        """
+        entries = [entry for entry in self._others() if _name_of(entry) not in but]
         told = await asyncio.gather(*(asyncio.to_thread(self._ask_one, entry, question) for entry in entries))
         return {_name_of(entry): text for entry, text in zip(entries, told, strict=True) if text != b""}
 

@@ -15,6 +15,8 @@ from router.policy.turns import Served
 
 _TOLD = b"t"
 """Before the word of one router to another: a question whose answer says nothing."""
+_PAUSE_S = 5.0
+"""So long nothing is told to a router that did not answer: the others would have to wait for it each time."""
 
 
 class TurnExchange:
@@ -28,6 +30,7 @@ class TurnExchange:
         """`num_routers`: how many there are now, this one included."""
         self.siblings: Siblings | None = None
         self._turns, self._name, self._num_routers = turns, name, num_routers
+        self._silent_until_s: dict[str, float] = {}  # by name
         self._has_news = asyncio.Event()
         turns.on_news = self._has_news.set
 
@@ -39,9 +42,16 @@ class TurnExchange:
             self._has_news.clear()
             num_others = self._num_routers() - 1
             if self.siblings is not None and num_others > 0:
-                await self.siblings.ask(_TOLD + encoded(self._name, self._turns.tell()))
+                await self._tell(self.siblings)
                 self._turns.look()
             await asyncio.sleep(EVERY_S * max(1, num_others))
+
+    async def _tell(self, siblings: Siblings) -> None:
+        now_s = asyncio.get_running_loop().time()
+        silent = {name: until_s for name, until_s in self._silent_until_s.items() if now_s < until_s}
+        told = await siblings.ask(_TOLD + encoded(self._name, self._turns.tell()), silent.keys())
+        new = [name for name, answer in told.items() if answer is None]
+        self._silent_until_s = silent | dict.fromkeys(new, now_s + _PAUSE_S)
 
     def answer(self, question: bytes) -> bytes:
         """What another router asks; empty where this is no question of this kind."""

@@ -26,18 +26,26 @@ class Kind:
         return f"{self.num_input:,}/{self.num_output}"
 
 
-def closed(shape: WorldShape, kind: Kind, num_clients: int, num_requests: int) -> list[Outcome]:
-    """Each client asks again as soon as it is answered, until there were so many requests."""
+def closed(
+    shape: WorldShape, kind: Kind, num_clients: int, num_requests: int, *, varying: bool = False
+) -> list[Outcome]:
+    """Each client asks again as soon as it is answered, until there were so many requests; where they are `varying`,
+    each length is from half to one and a half of its kind's."""
     more: list[Outcome] = []
+    rng = random.Random(1)
+
+    def asked(number: int, at_s: float) -> Arrival:
+        of_input, of_output = (rng.uniform(0.5, 1.5) if varying else 1.0 for _ in range(2))
+        return Arrival(number, at_s, round(kind.num_input * of_input), round(kind.num_output * of_output))
 
     def answered(world: World, _: Outcome) -> None:
         number = num_clients + len(more)
         if number < num_requests:
-            more.append(world.ask(Arrival(number, world.kernel.now_s, kind.num_input, kind.num_output)))
+            more.append(world.ask(asked(number, world.kernel.now_s)))
 
     world = World(shape)
     world.on_end = partial(answered, world)
-    first = [Arrival(n, n * _APART_S, kind.num_input, kind.num_output) for n in range(num_clients)]
+    first = [asked(n, n * _APART_S) for n in range(num_clients)]
     return [*world.run(first), *more]
 
 

@@ -152,6 +152,8 @@ class PoolState:
             case ev.WantedChanged() | ev.LoadFollowed() | ev.GrowthRefused():
                 self.sizes.take(event)
                 return self._reconcile(event.role, now)
+            case ev.RoleGiven():
+                return self._give(event, now)
             case ev.BuildChanged():
                 self.upgrade.change(event.build)
                 return []
@@ -244,6 +246,25 @@ class PoolState:
         num_given = -added.get(other, 0) - sum(slot.phase is not Phase.READY for slot in pool)  # these go first
         num_free = max(0, self.policy.flexible - self.slots.num_changed) + num_home
         return max(0, min(added[role], num_given, num_free))
+
+    def _give(self, event: ev.RoleGiven, now: float) -> list[ev.Instruction]:
+        """Who gives goes first, so that there is one to take over."""
+        before = self.wanted[event.giver]
+        self.sizes.take(event)
+        out = self._reconcile(event.giver, now)
+        if event.instead and self.wanted[event.giver] < before:
+            waiting = (slot for slot in self.slots.of(event.taker).values() if slot.counts and slot.is_unplaced)
+            out += [step for slot in list(waiting)[-1:] for step in self._dismiss(slot, now)]
+        return out + self._reconcile(event.taker, now)
+
+    def may_go(self, giver: Role, taker: Role) -> bool:
+        """Whether a worker of the one pool may change its role to the other's now."""
+        return self.num_to_take_over(taker, {giver: -1, taker: 1}) == 1
+
+    @property
+    def is_changing_role(self) -> bool:
+        """A worker is on its way from one pool to the other."""
+        return any(slot.awaits for slot in self.slots.workers.values())
 
     def _heir_of(self, slot: Slot) -> Slot | None:
         """The slot that awaits its process."""

@@ -93,8 +93,10 @@ class Fleet:
         starting = [life for life in self._present[role] if life.machine is None]
         self._let_go(starting[-1] if starting else self._first_to_go(role))
 
-    def give(self, giver: Role, taker: Role) -> None:
-        """One worker that is ready changes its role, once it has ended what it has."""
+    def give(self, giver: Role, taker: Role, *, instead: bool) -> None:
+        """One worker that is ready changes its role, once it has ended what it has; `instead` of one that starts."""
+        if instead:
+            self.give_up(taker)
         life = self._first_to_go(giver)
         life.heir = self._begin(taker, life.seat)
         self._let_go(life)
@@ -129,11 +131,9 @@ class Fleet:
 
     def may_go(self, giver: Role, taker: Role) -> bool:
         """Whether a worker of the one pool may change its role to the other's now."""
-        present = self._present[giver]
-        if any(life.machine is None for life in present):  # that one would go first
-            return False
+        ready = [life for life in self._present[giver] if life.machine is not None]
         num_away = sum(life.seat is not life.role for lives in self._present.values() for life in lives)
-        return num_away < self._flexible or any(life.seat is taker for life in present)
+        return bool(ready) and (num_away < self._flexible or any(life.seat is taker for life in ready))
 
     def machines(self, role: Role) -> Iterator[Machine]:
         """That take requests."""

@@ -198,7 +198,7 @@ class World:
         sample = self.figures.sample(prefill, decode, num_kv)
         decided = self.scaler.decide(sample, {role: self.fleet.size(role) for role in roles}, self.kernel.now_s)
         if isinstance(decided, RoleChange):
-            self.fleet.give(decided.giver, decided.taker)
+            self.fleet.give(decided.giver, decided.taker, instead=decided.instead)
             self.role_changes.append((self.kernel.now_s, decided))
         else:
             self._resize(decided)

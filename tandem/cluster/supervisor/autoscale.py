@@ -108,9 +108,9 @@ class Decision:
     Attributes:
         inputs: the figures that it was made from.
         refused: why it could not be carried out as a whole; empty: it could.
-        num_unplaced: of those that it had, that no node has begun.
-        lacks: workers that it needs beyond those that it had on nodes, whatever its range.
-        spares: of those that it had, workers that it needed at no time of the last `SPARE_S`, whatever its range.
+        num_far: of those that it had, that start and will not serve within `SPARE_S`, as far as that is known.
+        lacks: workers that it needs beyond the others that it had, whatever its range.
+        spares: of those that served, workers that it needed at no time of the last `SPARE_S`, whatever its range.
     """
 
     role: Role
@@ -120,7 +120,7 @@ class Decision:
     why: str
     inputs: Mapping[str, float] = field(default_factory=dict)
     refused: str = ""
-    num_unplaced: int = 0
+    num_far: int = 0
     lacks: int = 0
     spares: int = 0
 
@@ -165,14 +165,19 @@ class PoolLaw:
         inputs |= {"ready": len(size.ready), "coming": max(0, size.wanted - len(size.ready)), "mark": self._mark}
         return Decision(
             self.role, now_s, size.wanted, wanted, why, inputs,
-            num_unplaced=size.num_unplaced, lacks=self._lacks, spares=self._spares(size, now_s),
+            num_far=self._num_far(size, now_s), lacks=self._lacks, spares=self._spares(size, now_s),
         )  # fmt: skip
+
+    def _num_far(self, size: PoolSize, now_s: float) -> int:
+        """Of one that takes much longer than the last one did nothing is known."""
+        left_s = [self._start_taken_s - (now_s - self._begun_s[life]) for life in size.starting]
+        return max(size.num_unplaced, sum(abs(seconds) > SPARE_S for seconds in left_s))
 
     def _spares(self, size: PoolSize, now_s: float) -> int:
         """One is kept for what comes."""
         if self._lacks or self._known_since_s is None or now_s - self._known_since_s < SPARE_S:
             return 0
-        return max(0, size.wanted - max(1, math.ceil(self._lately.most - _ROUNDING)))
+        return max(0, len(size.ready) - max(1, math.ceil(self._lately.most - _ROUNDING)))
 
     def _wanted(self, load: PoolLoad | None, size: PoolSize, now_s: float) -> tuple[int, str]:
         num, least, most = size.wanted, self.range.least, self.range.most
@@ -185,8 +190,8 @@ class PoolLaw:
         is_late = self._correct(load, size, now_s)
         left_s = self._left_s(load, size, now_s)
         by_backlog = load.certain + left_s / max(_DRAIN_S, self._start_taken_s) if left_s > 0 else 0.0
-        for needs in (self._needs, self._lately):
-            needs.note(now_s, max(load.likely / self._mark, by_backlog))
+        self._needs.note(now_s, max(load.likely / self._mark, by_backlog))
+        self._lately.note(now_s, max(load.recent / self._mark, by_backlog))
         need, why = 0.0, ""
         if load.certain > num * BAND * self._mark:
             need = load.certain / self._mark
@@ -197,9 +202,9 @@ class PoolLaw:
         if is_late and need <= num:
             need = num + 1.0
             why = f"{self._late_share:.0%} of its requests missed their target; the mark is {self._mark:.2f} now"
-        on_nodes = num - size.num_unplaced
-        at_least = max(need, load.certain / self._mark if load.certain > on_nodes * BAND * self._mark else 0.0)
-        self._lacks = max(0, math.ceil(at_least - _ROUNDING) - on_nodes)
+        soon = num - self._num_far(size, now_s)
+        at_least = max(need, load.certain / self._mark if load.certain > soon * BAND * self._mark else 0.0)
+        self._lacks = max(0, math.ceil(at_least - _ROUNDING) - soon)
         if need > num:
             wanted = min(most, math.ceil(need - _ROUNDING))
             return wanted, why if wanted > num else f"it has its most; {why}"

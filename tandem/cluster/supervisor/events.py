@@ -159,7 +159,7 @@ class LoadFollowed:
 
 @dataclass(frozen=True)
 class RoleGiven:
-    """A worker goes from one pool to the other as their loads ask for it, `instead` of one that waits for a node."""
+    """A worker goes from one pool to the other as their loads ask for it, `instead` of one that starts."""
 
     giver: Role
     taker: Role

@@ -248,18 +248,27 @@ class PoolState:
         return max(0, min(added[role], num_given, num_free))
 
     def _give(self, event: ev.RoleGiven, now: float) -> list[ev.Instruction]:
-        """Who gives goes first, so that there is one to take over."""
+        """One that serves goes, and not one that waits for a node, which the other pool could not take over."""
         before = self.wanted[event.giver]
         self.sizes.take(event)
-        out = self._reconcile(event.giver, now)
-        if event.instead and self.wanted[event.giver] < before:
-            waiting = (slot for slot in self.slots.of(event.taker).values() if slot.counts and slot.is_unplaced)
-            out += [step for slot in list(waiting)[-1:] for step in self._dismiss(slot, now)]
+        if self.wanted[event.giver] == before or not (ready := self._ready(event.giver)):
+            return []
+        out = self._dismiss(least_needed(ready, 1)[0], now)
+        if event.instead:
+            pool = self.slots.of(event.taker).values()
+            starting = [slot for slot in pool if slot.counts and slot.phase is Phase.STARTING and not slot.awaits]
+            starting.sort(key=lambda slot: (not slot.is_unplaced, -slot.index))
+            out += [step for slot in starting[:1] for step in self._dismiss(slot, now)]
         return out + self._reconcile(event.taker, now)
+
+    def _ready(self, role: Role) -> list[Slot]:
+        return [slot for slot in self.slots.of(role).values() if slot.phase is Phase.READY and slot.counts]
 
     def may_go(self, giver: Role, taker: Role) -> bool:
         """Whether a worker of the one pool may change its role to the other's now."""
-        return self.num_to_take_over(taker, {giver: -1, taker: 1}) == 1
+        ready = self._ready(giver)
+        is_free = self.slots.num_changed < self.policy.flexible
+        return bool(ready) and (is_free or any(slot.seat is taker for slot in ready))
 
     @property
     def is_changing_role(self) -> bool:

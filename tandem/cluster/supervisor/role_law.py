@@ -4,7 +4,7 @@ A worker that changes its role serves again within seconds; a new one has to fin
 both pools follow their load,
 
     one lacks a worker, and the other has one to spare  ─>  it goes from the other to the one, before one is started,
-                                                            or in place of one that waits for a node
+                                                            or in place of one that will serve much later
 
 A pool lacks what makes it grow (`autoscale`); it has to spare what it has needed at no time of the last seconds, at its
 mark. Between the two lies that law's band, so a worker does not go back for a chance. Both stay within their ranges,
@@ -29,7 +29,7 @@ class RoleChange:
     """One worker goes from one pool to the other.
 
     Attributes:
-        instead: of one that waits for a node; else the pool that takes it becomes larger.
+        instead: of one that starts and is far from serving; else the pool that takes it becomes larger.
         inputs: the figures of both pools that it was decided from.
     """
 
@@ -68,7 +68,7 @@ class RoleLaw:
             return None
         for giver, taker in (WORKER_ROLES, WORKER_ROLES[::-1]):
             gives, takes = pools[giver], pools[taker]
-            instead = takes.num_unplaced > 0
+            instead = takes.num_far > 0
             is_within = gives.before > ranges[giver].least and (instead or takes.before < ranges[taker].most)
             if is_within and gives.spares and takes.lacks and may_go(giver, taker):
                 why = f"{takes.why}; {giver} had {gives.spares} to spare for {SPARE_S:.0f} s"

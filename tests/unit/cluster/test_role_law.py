@@ -76,8 +76,8 @@ def test_none_goes(what: dict[str, object]) -> None:
     assert decide(**what) is None  # type: ignore[arg-type]
 
 
-def test_in_place_of_one_that_waits_for_a_node_the_pool_does_not_become_larger() -> None:
-    change = decide(decode=replace(SHORT, before=4, num_unplaced=1))
+def test_in_place_of_one_that_is_far_from_serving_the_pool_does_not_become_larger() -> None:
+    change = decide(decode=replace(SHORT, before=4, num_far=1))
     assert change is not None
     assert change.instead
 
@@ -95,7 +95,7 @@ def test_figures_settle_between_two_changes() -> None:
 
 def look(law: PoolLaw, load: float, num: int, now_s: float, num_unplaced: int = 0) -> Decision:
     size = PoolSize(num, frozenset(map(str, range(num - num_unplaced))), num_unplaced=num_unplaced)
-    return law.decide(PoolLoad("prompts", load, load), size, now_s)
+    return law.decide(PoolLoad("prompts", load, load, load), size, now_s)
 
 
 def test_a_pool_lacks_what_it_would_grow_by_also_where_it_may_not() -> None:
@@ -108,7 +108,14 @@ def test_a_pool_lacks_what_it_would_grow_by_also_where_it_may_not() -> None:
 def test_who_waits_for_a_node_is_lacking() -> None:
     law = PoolLaw(Role.PREFILL, Range(1, 4), Settings(MARK))
     decision = look(law, 2.0, 3, 0.0, num_unplaced=2)
-    assert (decision.wanted, decision.lacks, decision.num_unplaced) == (3, 2, 2)
+    assert (decision.wanted, decision.lacks, decision.num_far) == (3, 2, 2)
+
+
+def test_who_starts_is_lacking_until_it_is_nearly_there() -> None:
+    law, size = PoolLaw(Role.PREFILL, Range(1, 4), Settings(MARK)), PoolSize(3, frozenset("ab"), frozenset("c"))
+    load = PoolLoad("prompts", 2.0, 2.0, 2.0)
+    found = [law.decide(load, size, now_s) for now_s in (0.0, 10.0, 19.0, 21.0, 29.0)]
+    assert [(each.num_far, each.lacks) for each in found] == [(1, 1)] * 3 + [(0, 0)] * 2, "a start takes 30 s"
 
 
 def test_a_pool_spares_what_it_has_not_needed_for_a_while() -> None:
@@ -160,7 +167,8 @@ class TwoPools:
     def _decide(self, role: Role) -> Decision:
         """Its size stays: what it wants to grow by has no room, and it does not shrink within the story."""
         load = self.load(role, self.now_s)
-        told = PoolLoad("prompts", 0.9 * load, load * self._random.uniform(0.9, 1.1))
+        now = load * self._random.uniform(0.9, 1.1)
+        told = PoolLoad("prompts", 0.9 * load, load, now)
         coming = self.on_its_way is not None and self.on_its_way[1] is role
         ready = frozenset(f"{role}-{n}" for n in range(self.num[role] - coming))
         return self._laws[role].decide(told, PoolSize(self.num[role], ready), self.now_s)

@@ -269,6 +269,17 @@ def test_in_place_of_one_that_waits_for_a_node_it_goes_on() -> None:
     assert story.cluster.settled
 
 
+def test_one_that_serves_goes_also_where_another_waits_for_a_node() -> None:
+    story = following()
+    story.feed(ev.WantedChanged(Role.PREFILL, 1, 3))
+    assert started(story.feed(ev.LoadFollowed(Role.PREFILL, 3))) == ["prefill-2"]
+    assert story.cluster.may_go(Role.PREFILL, Role.DECODE)
+    assert story.feed(ev.RoleGiven(Role.PREFILL, Role.DECODE)) == [ev.DrainProcess("prefill-1", "life-1")]
+    story.change("prefill-1", "decode-1")
+    assert story.slot("prefill-2").phase is Phase.STARTING
+    assert story.cluster.wanted[Role.PREFILL] == 2
+
+
 def test_a_pool_of_a_fixed_size_gives_none() -> None:
     story = Story()
     story.feed(ev.WantedChanged(Role.DECODE, 1, 3))

@@ -234,6 +234,18 @@ class PoolState:
                 slot.seat, slot.awaits = giving.seat, giving.name
                 return
 
+    def num_given_up(self, role: Role) -> int:
+        """Workers of the other pool that drain as it has given them up, and that this one may take over."""
+        is_awaited = {slot.awaits for slot in self.slots.workers.values()}
+        given = [
+            slot
+            for slot in self.slots.workers.values()
+            if slot.role is not role and slot.spare and slot.phase is Phase.DRAINING and slot.name not in is_awaited
+        ]
+        given = [slot for slot in given if slot.build == self.upgrade.wanted]
+        num_home = sum(slot.seat is role for slot in given)
+        return num_home + min(len(given) - num_home, max(0, self.policy.flexible - self.slots.num_changed))
+
     def num_to_take_over(self, role: Role, added: Mapping[Role, int]) -> int:
         """How many workers this pool gets from the other one, if the pools grow and shrink by so many at once."""
         if role not in WORKER_ROLES:

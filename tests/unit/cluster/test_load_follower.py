@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 
 import pytest
 
@@ -16,7 +17,7 @@ from tandem.core.config import MAX_POOL
 from tandem.core.errors import ConfigError
 from tandem.core.identity import Role
 from tandem.rpc.v1.common_pb2 import WorkerStatus
-from tests.support.scripted_processes import World, processes, running, until_change
+from tests.support.scripted_processes import POLICY, World, processes, running, until_change
 
 
 @pytest.fixture
@@ -122,6 +123,19 @@ async def test_what_the_host_has_no_room_for_is_said_and_the_rest_is_had(world: 
         assert refused.refused == "no memory is free"
         assert refused.wanted == supervisor.cluster.wanted[Role.PREFILL] <= full
         assert supervisor.cluster.sizes.told[0].num_refused == 1
+
+
+async def test_who_comes_from_the_other_pool_needs_no_room(world: World) -> None:
+    asked: list[dict[Role, int]] = []
+    async with running(world, 2, 1) as (supervisor, _):
+        supervisor.cluster.policy = replace(POLICY, flexible=1)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
+        await supervisor.scale({Role.PREFILL: 1})
+        supervisor.follower._check_room = asked.append
+        grown = await supervisor.follower._within_room(Decision(Role.DECODE, 0.0, 1, 3, ""))
+        assert grown.wanted == 3
+        assert asked == [{Role.DECODE: 1}]
+        world.named("prefill-1").drained.set()
 
 
 @pytest.mark.parametrize(("least", "most"), [(3, 2), (0, 2), (1, MAX_POOL + 1)])

@@ -229,3 +229,13 @@ def test_growth_that_is_taken_over_needs_no_room() -> None:
     story.change("prefill-1", "decode-1")
     assert story.cluster.num_to_take_over(Role.DECODE, {Role.DECODE: 1, Role.PREFILL: -1}) == 0
     assert story.cluster.num_to_take_over(Role.PREFILL, {Role.PREFILL: 1, Role.DECODE: -1}) == 1
+
+
+def test_one_that_drains_already_may_be_taken_over_until_somebody_awaits_it() -> None:
+    story = Story()
+    assert story.cluster.num_given_up(Role.DECODE) == 0
+    story.feed(ev.WantedChanged(Role.PREFILL, 1))
+    assert story.cluster.num_given_up(Role.DECODE) == 1
+    assert story.cluster.num_given_up(Role.PREFILL) == 0
+    story.feed(ev.WantedChanged(Role.DECODE, 2))
+    assert story.cluster.num_given_up(Role.DECODE) == 0

@@ -155,16 +155,17 @@ class LoadFollower:
             self._changed()
 
     async def _within_room(self, decision: Decision) -> Decision:
-        """As much of the growth as the host has room for."""
+        """As much of the growth as the host has room for; who comes from the other pool has its room."""
         refused = ""
-        for wanted in range(decision.wanted, decision.before, -1):
+        largest_free = min(decision.wanted, decision.before + self._cluster.num_given_up(decision.role))
+        for wanted in range(decision.wanted, largest_free, -1):
             try:
-                await asyncio.to_thread(self._check_room, {decision.role: wanted - decision.before})
+                await asyncio.to_thread(self._check_room, {decision.role: wanted - largest_free})
             except TandemError as error:
                 refused = error.message
             else:
                 return replace(decision, wanted=wanted, refused=refused)
-        return replace(decision, wanted=decision.before, refused=refused)
+        return replace(decision, wanted=largest_free, refused=refused)
 
     def _size(self, role: Role) -> PoolSize:
         slots = [slot for slot in self._cluster.slots.of(role).values() if slot.counts]

@@ -226,15 +226,27 @@ class PoolState:
         """
         if slot.role not in WORKER_ROLES:
             return
-        is_awaited = {other.awaits for other in self.slots.workers.values()}
-        for giving in self.slots.workers.values():
-            is_free = giving.spare and giving.phase is Phase.DRAINING and giving.name not in is_awaited
-            if giving.role is slot.role or not is_free or giving.build != self.upgrade.wanted:
-                continue
+        for giving in self._given_up(slot.role):
             if giving.seat is slot.role or self.slots.num_changed < self.policy.flexible:
                 slot.begin(self.new_incarnation(), giving.build)
                 slot.seat, slot.awaits = giving.seat, giving.name
                 return
+
+    def _given_up(self, role: Role) -> list[Slot]:
+        """Of the other pool's workers, those that drain as it has given them up, and that nobody awaits."""
+        is_awaited = {slot.awaits for slot in self.slots.workers.values()}
+        return [
+            slot
+            for slot in self.slots.workers.values()
+            if slot.role is not role and slot.spare and slot.phase is Phase.DRAINING
+            and slot.name not in is_awaited and slot.build == self.upgrade.wanted
+        ]  # fmt: skip
+
+    def num_given_up(self, role: Role) -> int:
+        """Workers of the other pool that drain as it has given them up, and that this one may take over."""
+        given = self._given_up(role)
+        num_home = sum(slot.seat is role for slot in given)
+        return num_home + min(len(given) - num_home, max(0, self.policy.flexible - self.slots.num_changed))
 
     def num_to_take_over(self, role: Role, added: Mapping[Role, int]) -> int:
         """How many workers this pool gets from the other one, if the pools grow and shrink by so many at once."""

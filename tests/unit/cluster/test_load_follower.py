@@ -168,6 +168,19 @@ async def test_a_worker_that_one_pool_spares_goes_to_the_other_and_it_is_told_wh
         assert world.memberships[-1].pools[0].num_taken == 1
 
 
+async def test_who_comes_from_the_other_pool_needs_no_room(world: World) -> None:
+    asked: list[dict[Role, int]] = []
+    async with running(world, 2, 1) as (supervisor, _):
+        supervisor.cluster.policy = replace(POLICY, flexible=1)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
+        await supervisor.scale({Role.PREFILL: 1})
+        supervisor.follower._check_room = asked.append
+        grown = await supervisor.follower._within_room(Decision(Role.DECODE, 0.0, 1, 3, ""))
+        assert grown.wanted == 3
+        assert asked == [{Role.DECODE: 1}]
+        world.named("prefill-1").drained.set()
+
+
 @pytest.mark.parametrize(("least", "most"), [(3, 2), (0, 2), (1, MAX_POOL + 1)])
 async def test_a_range_that_cannot_be_is_refused(world: World, least: int, most: int) -> None:
     async with running(world) as (supervisor, _):

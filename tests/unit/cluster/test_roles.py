@@ -287,3 +287,13 @@ def test_a_pool_of_a_fixed_size_gives_none() -> None:
     assert story.feed(ev.RoleGiven(Role.PREFILL, Role.DECODE, instead=True)) == []
     assert story.cluster.wanted[Role.PREFILL] == 2
     assert story.cluster.settled
+
+
+def test_one_that_drains_already_may_be_taken_over_until_somebody_awaits_it() -> None:
+    story = Story()
+    assert story.cluster.num_given_up(Role.DECODE) == 0
+    story.feed(ev.WantedChanged(Role.PREFILL, 1))
+    assert story.cluster.num_given_up(Role.DECODE) == 1
+    assert story.cluster.num_given_up(Role.PREFILL) == 0
+    story.feed(ev.WantedChanged(Role.DECODE, 2))
+    assert story.cluster.num_given_up(Role.DECODE) == 0

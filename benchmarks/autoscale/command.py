@@ -26,8 +26,8 @@ from tandem.sim.world import World, WorldShape
 SCENARIO = Path(__file__).resolve().parents[2] / "scenarios" / "azure_by_load.yaml"
 #: Prefill and decode workers of pools of fixed size.
 FIXED = ((12, 3), (18, 5), (24, 6), (30, 8), (36, 10), (40, 12))
-#: Of the law that ships, beside its default.
-PATIENT_S = 600.0
+#: Of the law that ships, beside its defaults.
+PATIENT_S, FLEXIBLE = 600.0, 8
 
 
 def run(traces: Path, json: Path | None) -> None:
@@ -56,7 +56,10 @@ def measure(
     targets = {Role.PREFILL: shape.ttft_s, Role.DECODE: shape.tpot_s}
     patient = dataclasses.replace(shape, settings=Settings(shape.settings.utilisation, PATIENT_S))
     found = []
-    for name, of_case in (("the law", shape), (f"the law, shrink_delay_s {PATIENT_S:.0f}", patient)):
+    cases = [("the law", shape), (f"the law, shrink_delay_s {PATIENT_S:.0f}", patient)]
+    for name, of_case in cases.copy():
+        cases.append((f"{name}, flexible {FLEXIBLE}", dataclasses.replace(of_case, flexible=FLEXIBLE)))
+    for name, of_case in cases:
         found.append(_case(name, of_case, load, tell))
     latencies = Latencies()
     found.append(_case("proportional", shape, load, tell, Proportional(shape.ranges, latencies, targets), latencies))
@@ -104,6 +107,7 @@ def _case(
         "kept_share": world.figures.num_kept / len(outcomes),
         "ttft_kept_share": sum(outcome.ttft_s <= shape.ttft_s for outcome in outcomes) / len(outcomes),
         "worker_hours": {role.value: worker_hours(world, role, end_s) for role in WORKER_ROLES},
+        "num_role_changes": len(world.role_changes),
         "num_changes": {role.value: sum(d.role is role for d in world.decisions) for role in WORKER_ROLES},
         "ttft_p90_s": ttft.p90,
         "ttft_p99_s": ttft.p99,

@@ -25,12 +25,13 @@ def section(content: dict[str, Any]) -> Iterator[str]:
         f"have {bounds['prefill'][0]} to {bounds['prefill'][1]} prefill and {bounds['decode'][0]} to "
         f"{bounds['decode'][1]} decode workers, and one is ready {settings['start_s']:.0f} s after it was asked for. A "
         f"request is kept that has its first token within {targets['ttft_s']:g} s and each further one within "
-        f"{targets['tpot_s'] * 1e3:g} ms on average. *The law* is Tandem's, with its defaults. *Proportional* is "
+        f"{targets['tpot_s'] * 1e3:g} ms on average. *The law* is Tandem's, with its defaults; with *flexible* "
+        "workers one that is to spare goes to the other pool, by `pools.flexible`. *Proportional* is "
         "what Kubernetes does: workers × measured P90 ÷ target. *One at a time* adds a worker a minute above 80 %, "
         "and takes one away below 50 %."
     )
     yield ""
-    titles = "requests kept", "TTFT kept", "worker-hours: prefill", "decode", "in all", "changes"
+    titles = "requests kept", "TTFT kept", "worker-hours: prefill", "decode", "in all", "changes", "of roles"
     yield f"| | {' | '.join(titles)} | TTFT p90 | p99 | TPOT p90 |"
     yield f"|---{'|---' * (len(titles) + 3)}|"
     for case in cases:
@@ -40,6 +41,7 @@ def section(content: dict[str, Any]) -> Iterator[str]:
             f"{case['ttft_kept_share']:.1%}",
             *(f"{value:.1f}" for value in (hours["prefill"], hours["decode"], _hours(case))),
             str(changes["prefill"] + changes["decode"]),
+            str(case["num_role_changes"]),
             f"{case['ttft_p90_s']:.1f} s",
             f"{case['ttft_p99_s']:.1f} s",
             f"{case['tpot_p90_s'] * 1e3:.0f} ms",

@@ -81,14 +81,14 @@ class RouterGauges(Collector):
         )
         changes = CounterMetricFamily(
             "tandem_pool_changes",
-            "Changes of a pool's size by its load: `grown`, `shrunk`, or `refused`, as there was no room to grow",
+            "Changes of a pool's size by its load: `grown`, `shrunk`, `taken` from the other pool, or `refused`",
             labels=["role", "outcome"],
         )
         for pool in self._workers.pool_sizes:
             role = ROLE_FROM_PROTO[pool.role]
             for bound in ("wanted", "least", "most"):
                 workers.add_metric([role, bound], getattr(pool, bound))
-            for outcome in ("grown", "shrunk", "refused"):
+            for outcome in ("grown", "shrunk", "taken", "refused"):
                 changes.add_metric([role, outcome], getattr(pool, f"num_{outcome}"))
         return workers, changes
 

@@ -138,8 +138,9 @@ class PoolsConfig:
     )
     flexible: int = _key(
         0, "How many workers may serve in the other role than the one they were started in. Where one pool gives up a "
-        "worker while the other grows, it drains and goes on in the other pool with the weights that it has, in place "
-        "of a new one. Needs the certificates of both roles on each node.", minimum=0, maximum=MAX_POOL
+        "worker while the other grows, by an order or as both follow their load, it drains and goes on in the other "
+        "pool with the weights that it has, in place of a new one. Needs the certificates of both roles on each node.",
+        minimum=0, maximum=MAX_POOL
     )
 
 

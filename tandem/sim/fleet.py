@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from tandem.cluster.supervisor.autoscale import PoolSize
 from tandem.core.identity import Role, WorkerKey
@@ -16,7 +17,9 @@ class Life:
     """Of one worker; seconds of the simulation.
 
     Attributes:
+        seat: the role that its process was started in.
         machine: once it is ready.
+        heir: the life in the other role that its process begins when nothing is left of this one.
         left_s: since when it takes no new requests.
         gone_s: since when nothing of it is left.
     """
@@ -24,7 +27,9 @@ class Life:
     key: WorkerKey
     role: Role
     asked_s: float
+    seat: Role
     machine: Machine | None = None
+    heir: Life | None = None
     ready_s: float | None = None
     left_s: float | None = None
     gone_s: float | None = None
@@ -42,6 +47,8 @@ class Fleet:
     """Args:
     make: makes a machine that is ready.
     on_ready, on_leave: called with a machine that takes requests from now on, or no more.
+    flexible: lives that may be in another role than their process was started in.
+    change_s: from the end of one life to the next of the same process.
     """
 
     def __init__(
@@ -50,23 +57,29 @@ class Fleet:
         make: Callable[[WorkerKey, Role], Machine],
         on_ready: Callable[[Machine], object],
         on_leave: Callable[[Machine], object],
+        flexible: int = 0,
+        change_s: float = 0.0,
     ) -> None:
         self.lives: list[Life] = []
         self._kernel, self._make, self._on_ready, self._on_leave = kernel, make, on_ready, on_leave
+        self._flexible, self._change_s = flexible, change_s
         self._num_made = {Role.PREFILL: 0, Role.DECODE: 0}
         self._present: dict[Role, list[Life]] = {Role.PREFILL: [], Role.DECODE: []}  # that have not left
 
     def start(self, role: Role, start_s: float) -> None:
         """One worker more, in `start_s`."""
-        name = f"{role.value}-{self._num_made[role]}"
-        self._num_made[role] += 1
-        life = Life(WorkerKey(name, "1"), role, self._kernel.now_s)
+        life = self._begin(role, role)
         self.lives.append(life)
-        self._present[role].append(life)
         if start_s:
             self._kernel.after(start_s, lambda: self._ready(life))
         else:
             self._ready(life)
+
+    def _begin(self, role: Role, seat: Role) -> Life:
+        life = Life(WorkerKey(f"{role.value}-{self._num_made[role]}", "1"), role, self._kernel.now_s, seat)
+        self._num_made[role] += 1
+        self._present[role].append(life)
+        return life
 
     def _ready(self, life: Life) -> None:
         if life.left_s is not None:  # it was given up while it started
@@ -75,11 +88,25 @@ class Fleet:
         self._on_ready(life.machine)
 
     def give_up(self, role: Role) -> None:
-        """One worker less: the last that starts, or else the one that holds least; it ends what it has."""
-        present = self._present[role]
-        starting = [life for life in present if life.machine is None]
-        life = starting[-1] if starting else min(reversed(present), key=_num_held)
-        present.remove(life)
+        """One worker less: the last that starts, or else one that is the other pool's, or the one that holds least; it
+        ends what it has."""
+        starting = [life for life in self._present[role] if life.machine is None]
+        self._let_go(starting[-1] if starting else self._first_to_go(role))
+
+    def give(self, giver: Role, taker: Role, *, instead: bool) -> None:
+        """One worker that is ready changes its role, once it has ended what it has; `instead` of one that starts."""
+        if instead:
+            self.give_up(taker)
+        life = self._first_to_go(giver)
+        life.heir = self._begin(taker, life.seat)
+        self._let_go(life)
+
+    def _first_to_go(self, role: Role) -> Life:
+        ready = [life for life in self._present[role] if life.machine is not None]
+        return min(reversed(ready), key=lambda life: (life.seat is role, _num_held(life)))
+
+    def _let_go(self, life: Life) -> None:
+        self._present[life.role].remove(life)
         life.left_s = self._kernel.now_s
         if life.machine is None:
             life.gone_s = life.left_s
@@ -87,10 +114,26 @@ class Fleet:
             self._on_leave(life.machine)
 
     def look(self) -> None:
-        """Those that have left and hold nothing any more are gone."""
-        for life in self.lives:
-            if life.left_s is not None and life.gone_s is None and life.machine is not None and life.machine.is_empty:
-                life.gone_s = self._kernel.now_s
+        """Those that have left and hold nothing any more are gone, or go on in the other role."""
+        now_s = self._kernel.now_s
+        for life in list(self.lives):
+            if life.left_s is None or life.gone_s is not None or life.machine is None or not life.machine.is_empty:
+                continue
+            life.gone_s = now_s
+            if (heir := life.heir) is not None and heir.left_s is None:
+                heir.asked_s = now_s  # before, its process was paid for as `life`
+                self.lives.append(heir)
+                self._kernel.after(self._change_s, partial(self._ready, heir))
+
+    @property
+    def is_changing_role(self) -> bool:
+        return any(life.heir is not None and life.gone_s is None for life in self.lives)
+
+    def may_go(self, giver: Role, taker: Role) -> bool:
+        """Whether a worker of the one pool may change its role to the other's now."""
+        ready = [life for life in self._present[giver] if life.machine is not None]
+        num_away = sum(life.seat is not life.role for lives in self._present.values() for life in lives)
+        return bool(ready) and (num_away < self._flexible or any(life.seat is taker for life in ready))
 
     def machines(self, role: Role) -> Iterator[Machine]:
         """That take requests."""

@@ -43,6 +43,16 @@ def content(world: World, outcomes: Sequence[Outcome], took_s: float) -> dict[st
         },
         "worker_hours": {role.value: worker_hours(world, role, end_s) for role in WORKER_ROLES},
         "pools": {role.value: _pool(world, role, end_s) for role in WORKER_ROLES},
+        "role_changes": [
+            {
+                "at_s": at_s,
+                "giver": change.giver.value,
+                "taker": change.taker.value,
+                "why": change.why,
+                "inputs": dict(change.inputs),
+            }
+            for at_s, change in world.role_changes
+        ],
         "num_by_decode_alone": sum(not one.prefill for one in outcomes),
         "latencies": {
             name: dataclasses.asdict(found) if (found := distribution(values)) else None
@@ -131,6 +141,8 @@ def tables(found: dict[str, Any]) -> list[Table]:
     slo = found["slo"]
     targets = f"TTFT {slo['ttft_s']:g} s and TPOT {slo['tpot_s'] * 1e3:g} ms"
     counts.add_row("SLO attainment", f"{slo['kept_share']:.1%} of the requests kept {targets}")
+    if found["role_changes"]:
+        counts.add_row("role changes", str(len(found["role_changes"])))
     counts.add_row("simulated", f"{found['simulated_s']:,.1f} s in {found['took_s']:,.1f} s")
     pools = Table("pool", "workers", "worker-hours", "busy", "changes", "steps", "preemptions", box=None)
     for role in (Role.PREFILL, Role.DECODE):

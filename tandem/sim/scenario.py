@@ -37,6 +37,7 @@ class PoolsSpec:
     prefill: BoundsSpec = field(default_factory=BoundsSpec)
     decode: BoundsSpec = field(default_factory=BoundsSpec)
     start_s: float = key(60.0, "Seconds from when a worker is asked for until it serves.", minimum=0)
+    change_s: float = key(0.5, "Seconds in which one that holds nothing changes its role.", minimum=0)
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,8 @@ class Scenario(TimeModel):
             report_s=network.report_ms * 1e-3,
             mixed_pool_tokens=config.scheduling.mixed_pool_tokens,
             start_s=self.pools.start_s,
+            flexible=config.pools.flexible,
+            change_s=self.pools.change_s,
             ttft_s=config.slo.ttft_ms / 1000 or ttft_s,
             tpot_s=config.slo.tpot_ms / 1000 or tpot_s,
             settings=Settings(config.pools.utilisation, config.pools.shrink_delay_s),

@@ -20,6 +20,7 @@ from router.policy.route import RequestFacts
 from router.policy.snapshot import Snapshot
 from router.workers.learnt import Learnt
 from tandem.cluster.supervisor.autoscale import Decision, Range, Settings
+from tandem.cluster.supervisor.role_law import RoleChange
 from tandem.core.errors import ConfigError, InternalError
 from tandem.core.identity import Role, WorkerKey
 from tandem.core.pages import page_table, pages_for
@@ -63,6 +64,8 @@ class WorldShape:
     report_s: a worker that computes tells of itself so often.
     mixed_pool_tokens: the longest prompt that a decode worker may compute alone; endless: any, 0: none.
     start_s: that a worker needs to be ready.
+    flexible: workers that may serve in the other role than the one they were started in.
+    change_s: in which one that holds nothing changes its role.
     ttft_s, tpot_s: by when tokens are wanted.
     settings: of the law by which pools follow their load.
     """
@@ -77,6 +80,8 @@ class WorldShape:
     report_s: float
     mixed_pool_tokens: float = 0
     start_s: float = 60.0
+    flexible: int = 0
+    change_s: float = 0.5
     ttft_s: float = 1.0
     tpot_s: float = 0.05
     settings: Settings = field(default_factory=Settings)
@@ -118,6 +123,7 @@ class World:
     on_end: called with each outcome.
     scaler: what sizes the pools; `None`: the law that ships, where a pool follows its load.
     decisions: that changed the size of a pool.
+    role_changes: workers that went from one pool to the other, and when.
     at_once: steps in which nothing happens are taken several at a time; nothing but the time that this takes depends on
         it.
     """
@@ -130,6 +136,7 @@ class World:
     fleet: Fleet = field(init=False)
     figures: Figures = field(init=False)
     decisions: list[Decision] = field(default_factory=list, init=False)
+    role_changes: list[tuple[float, RoleChange]] = field(default_factory=list, init=False)
     machines: dict[WorkerKey, Machine] = field(default_factory=dict, init=False)
     _pools: dict[Role, Pool] = field(default_factory=dict, init=False)
     _jobs: dict[str, _Job] = field(default_factory=dict, init=False)
@@ -142,10 +149,10 @@ class World:
 
     def __post_init__(self) -> None:
         shape = self.shape
-        self.fleet = Fleet(self.kernel, self._make, self._ready, self._leave)
+        self.fleet = Fleet(self.kernel, self._make, self._ready, self._leave, shape.flexible, shape.change_s)
         self.figures = Figures(shape.ttft_s, shape.tpot_s)
         if self.scaler is None and shape.ranges:
-            self.scaler = ShippedLaw(shape.ranges, shape.settings, shape.ttft_s, shape.tpot_s)
+            self.scaler = ShippedLaw(shape.ranges, shape.settings, shape.ttft_s, shape.tpot_s, self.fleet)
         for role, pool in ((Role.PREFILL, shape.prefill), (Role.DECODE, shape.decode)):
             self._pools[role] = Pool(role)
             for _ in range(pool.num_workers):
@@ -189,14 +196,22 @@ class World:
         prefill, decode = (list(self.fleet.machines(role)) for role in roles)
         num_kv = sum(job.outcome.arrival.num_input for machine in decode for job in waiting[machine.key])
         sample = self.figures.sample(prefill, decode, num_kv)
-        for decision in self.scaler.decide(sample, {role: self.fleet.size(role) for role in roles}, self.kernel.now_s):
+        decided = self.scaler.decide(sample, {role: self.fleet.size(role) for role in roles}, self.kernel.now_s)
+        if isinstance(decided, RoleChange):
+            self.fleet.give(decided.giver, decided.taker, instead=decided.instead)
+            self.role_changes.append((self.kernel.now_s, decided))
+        else:
+            self._resize(decided)
+        self.kernel.after(LOOK_S, self._look)
+
+    def _resize(self, decisions: Sequence[Decision]) -> None:
+        for decision in decisions:
             for _ in range(decision.before, decision.wanted):
                 self.fleet.start(decision.role, self.shape.start_s)
             for _ in range(decision.wanted, decision.before):
                 self.fleet.give_up(decision.role)
             if decision.is_change:
                 self.decisions.append(decision)
-        self.kernel.after(LOOK_S, self._look)
 
     def run(self, arrivals: Sequence[Arrival]) -> list[Outcome]:
         """Until all requests have ended. Raises `ConfigError` for one that fits into no worker."""

@@ -18,6 +18,8 @@ begins anew. Between two workers that are given up a part of a start passes, for
 for prefill, TPOT for decode) although nothing waits and nobody starts, the mark was too high for this load: it is put
 below what the pool had then, and one worker more is wanted. The mark recovers slowly. It does not sink below half of
 what was configured: a pool that idles so much misses its targets for another reason, and more workers would not help.
+
+Where workers may change their role (`role_law`), it also tells what it lacks, and what it has to spare.
 """
 
 from __future__ import annotations
@@ -46,6 +48,8 @@ _RECOVERY_S = 1800.0
 _PAUSE = 0.25
 #: What a start takes where none has been seen.
 _START_S = 30.0
+#: Who was needed at no time of so long may help the other pool.
+SPARE_S = 10.0
 #: What waits, and would still wait when a worker that is ordered now has started, is to be computed in so long, or in
 #: as long as a start takes, where that is longer.
 _DRAIN_S = 60.0
@@ -104,6 +108,9 @@ class Decision:
     Attributes:
         inputs: the figures that it was made from.
         refused: why it could not be carried out as a whole; empty: it could.
+        num_far: of those that it had, that start and will not serve within `SPARE_S`, as far as that is known.
+        lacks: workers that it needs beyond the others that it had, whatever its range.
+        spares: of those that served, workers that it needed at no time of the last `SPARE_S`, whatever its range.
     """
 
     role: Role
@@ -113,6 +120,9 @@ class Decision:
     why: str
     inputs: Mapping[str, float] = field(default_factory=dict)
     refused: str = ""
+    num_far: int = 0
+    lacks: int = 0
+    spares: int = 0
 
     @property
     def is_change(self) -> bool:
@@ -127,6 +137,8 @@ class PoolLaw:
         self._settings = settings
         self._mark = settings.utilisation
         self._needs = Most(settings.shrink_delay_s)
+        self._lacks = 0
+        self._lately = Most(SPARE_S)
         self._late, self._timed = Recent(_LATE_S), Recent(_LATE_S)
         self._known_since_s: float | None = None
         self._changed_s = self._grown_s = self._shrunk_s = -math.inf
@@ -138,6 +150,7 @@ class PoolLaw:
     def decide(self, load: PoolLoad | None, size: PoolSize, now_s: float) -> Decision:
         """To be called every few seconds. `load`: `None` while there are no figures."""
         self._look_at(size, now_s)
+        self._lacks = 0
         wanted, why = self._wanted(load, size, now_s)
         if size.num_unplaced:
             why = f"{why}; {size.num_unplaced} of {size.wanted} have no node yet"
@@ -150,7 +163,21 @@ class PoolLaw:
             self._settle(now_s)
         inputs = {**load.inputs, "load": load.likely, "certain_load": load.certain} if load is not None else {}
         inputs |= {"ready": len(size.ready), "coming": max(0, size.wanted - len(size.ready)), "mark": self._mark}
-        return Decision(self.role, now_s, size.wanted, wanted, why, inputs)
+        return Decision(
+            self.role, now_s, size.wanted, wanted, why, inputs,
+            num_far=self._num_far(size, now_s), lacks=self._lacks, spares=self._spares(size, now_s),
+        )  # fmt: skip
+
+    def _num_far(self, size: PoolSize, now_s: float) -> int:
+        """Of one that takes much longer than the last one did nothing is known."""
+        left_s = [self._start_taken_s - (now_s - self._begun_s[life]) for life in size.starting]
+        return max(size.num_unplaced, sum(abs(seconds) > SPARE_S for seconds in left_s))
+
+    def _spares(self, size: PoolSize, now_s: float) -> int:
+        """One is kept for what comes."""
+        if self._lacks or self._known_since_s is None or now_s - self._known_since_s < SPARE_S:
+            return 0
+        return max(0, len(size.ready) - max(1, math.ceil(self._lately.most - _ROUNDING)))
 
     def _wanted(self, load: PoolLoad | None, size: PoolSize, now_s: float) -> tuple[int, str]:
         num, least, most = size.wanted, self.range.least, self.range.most
@@ -164,6 +191,7 @@ class PoolLaw:
         left_s = self._left_s(load, size, now_s)
         by_backlog = load.certain + left_s / max(_DRAIN_S, self._start_taken_s) if left_s > 0 else 0.0
         self._needs.note(now_s, max(load.likely / self._mark, by_backlog))
+        self._lately.note(now_s, max(load.recent / self._mark, by_backlog))
         need, why = 0.0, ""
         if load.certain > num * BAND * self._mark:
             need = load.certain / self._mark
@@ -174,6 +202,9 @@ class PoolLaw:
         if is_late and need <= num:
             need = num + 1.0
             why = f"{self._late_share:.0%} of its requests missed their target; the mark is {self._mark:.2f} now"
+        soon = num - self._num_far(size, now_s)
+        at_least = max(need, load.certain / self._mark if load.certain > soon * BAND * self._mark else 0.0)
+        self._lacks = max(0, math.ceil(at_least - _ROUNDING) - soon)
         if need > num:
             wanted = min(most, math.ceil(need - _ROUNDING))
             return wanted, why if wanted > num else f"it has its most; {why}"

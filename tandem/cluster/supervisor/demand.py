@@ -20,9 +20,9 @@ from typing import TypeVar
 
 from tandem.core.identity import Role
 
-#: Of so many seconds rates are taken; the longest two say what is likely.
+#: Of so many seconds rates are taken; the longest two say what is likely, the shortest two what is asked just now.
 WINDOWS_S = (4.0, 10.0, 30.0, 90.0)
-_NUM_LIKELY = 2
+_NUM_LIKELY, _NUM_RECENT = 2, 2
 _SERVED_S = 20.0
 _HELD_S = 10.0
 #: The standard deviation of a sum of `n` requests is about this over the root of `n`, of the sum: their number is
@@ -126,6 +126,7 @@ class PoolLoad:
         bound: which figure is the largest, for people.
         certain: workers that are needed at least, as far as chance allows to say.
         likely: workers that are needed by the longer means.
+        recent: workers that are needed by the shorter means.
         backlog_s: seconds of one worker that all which waits takes, beyond what may wait.
         num_timed, num_late: requests since the last sample that this pool's target concerns, and that missed it.
         inputs: the figures, for people.
@@ -134,6 +135,7 @@ class PoolLoad:
     bound: str
     certain: float
     likely: float
+    recent: float
     backlog_s: float = 0.0
     num_timed: float = 0
     num_late: float = 0
@@ -184,6 +186,9 @@ class Rate:
 
     def likely(self, now_s: float) -> float:
         return max((mean for _, mean in self.means(now_s)[-_NUM_LIKELY:]), default=0.0)
+
+    def recent(self, now_s: float) -> float:
+        return max((mean for _, mean in self.means(now_s)[:_NUM_RECENT]), default=0.0)
 
 
 class Recent:
@@ -318,18 +323,19 @@ class Demand:
         of_one = work.prompt_tokens / work.busy_s
         computed = sum(self._prompts_at.values())
         share = self._prompts_at[Role.PREFILL] / computed if computed else 1.0
-        certain, likely = (share * rate for rate in (self._prompts.certain(now_s), self._prompts.likely(now_s)))
+        certain, likely, recent = (share * rate / of_one for rate in _rates(self._prompts, now_s))
         waiting_s = self._held.waiting_tokens / of_one
         return PoolLoad(
             bound="uncached prompt tokens",
-            certain=certain / of_one,
-            likely=likely / of_one,
+            certain=certain,
+            likely=likely,
+            recent=recent,
             backlog_s=max(0.0, waiting_s - num_ready * self._ttft_s / 2),
             # While prompts wait for decode's pages and places, that is what makes first tokens late.
             num_timed=0 if self._held.waiting_kv_tokens else self._asked.num_first,
             num_late=0 if self._held.waiting_kv_tokens else self._asked.num_first_late,
             inputs={
-                "prompt_tokens_per_s": likely,
+                "prompt_tokens_per_s": likely * of_one,
                 "tokens_per_s_of_one": of_one,
                 "waiting_tokens": self._held.waiting_tokens,
                 "share_of_prefill": share,
@@ -338,11 +344,12 @@ class Demand:
 
     def _of_decode(self, now_s: float) -> PoolLoad | None:
         held, ended = self._held, self._ended
-        loads: list[tuple[str, float, float]] = []
+        loads: list[tuple[str, float, float, float]] = []
         inputs: dict[str, float] = {}
         if held.kv_capacity:
             certain, likely = self._kv.least + held.waiting_kv_tokens, self._kv.most + held.waiting_kv_tokens
-            loads.append(("resident KV", certain / held.kv_capacity, likely / held.kv_capacity))
+            likely /= held.kv_capacity
+            loads.append(("resident KV", certain / held.kv_capacity, likely, likely))
             inputs |= {"kv_tokens": held.kv_tokens, "kv_tokens_of_one": held.kv_capacity}
             inputs |= {"waiting_kv_tokens": held.waiting_kv_tokens}
         if not self._steps.is_known or not loads:
@@ -350,20 +357,24 @@ class Demand:
         of_one = self._steps.tokens_per_s(self._tpot_s, held.max_num_seqs)
         of_request = ended.ended_tokens / ended.num_ended if ended.num_ended else 0.0
         served = self._served.mean
-        certain, likely = (
-            max(served, of_request * rate) for rate in (self._requests.certain(now_s), self._requests.likely(now_s))
-        )
-        loads.append(("output tokens", certain / of_one, likely / of_one))
+        certain, likely, recent = (max(served, of_request * rate) for rate in _rates(self._requests, now_s))
+        loads.append(("output tokens", certain / of_one, likely / of_one, recent / of_one))
         inputs |= {"output_tokens_per_s": likely, "served_tokens_per_s": served, "tokens_per_s_of_one": of_one}
-        bound, _, _ = max(loads, key=lambda load: load[2])
+        bound, *_ = max(loads, key=lambda load: load[2])
         return PoolLoad(
             bound=bound,
-            certain=max(certain for _, certain, _ in loads),
-            likely=max(likely for _, _, likely in loads),
+            certain=max(certain for _, certain, _, _ in loads),
+            likely=max(likely for _, _, likely, _ in loads),
+            recent=max(recent for _, _, _, recent in loads),
             num_timed=self._asked.num_timed,
             num_late=self._asked.num_timed_late,
             inputs=inputs,
         )
+
+
+def _rates(rate: Rate, now_s: float) -> tuple[float, float, float]:
+    """Certain, likely, recent."""
+    return rate.certain(now_s), rate.likely(now_s), rate.recent(now_s)
 
 
 def _scaled(counts: _Counts, by: float) -> _Counts:

@@ -90,6 +90,7 @@ class PoolSize:
     Attributes:
         num_grown, num_shrunk: times that its load has changed it.
         num_refused: times that it was to grow and could not.
+        num_taken: workers that came from the other pool, as this one's load asked for it.
     """
 
     role: Role
@@ -99,6 +100,7 @@ class PoolSize:
     num_grown: int = 0
     num_shrunk: int = 0
     num_refused: int = 0
+    num_taken: int = 0
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,15 @@ class LoadFollowed:
 
     role: Role
     workers: int
+
+
+@dataclass(frozen=True)
+class RoleGiven:
+    """A worker goes from one pool to the other as their loads ask for it, `instead` of one that starts."""
+
+    giver: Role
+    taker: Role
+    instead: bool = False
 
 
 @dataclass(frozen=True)
@@ -309,6 +320,7 @@ Event = (
     | ClusterOpened
     | WantedChanged
     | LoadFollowed
+    | RoleGiven
     | GrowthRefused
     | BuildChanged
     | DrainOrdered

@@ -152,6 +152,8 @@ class PoolState:
             case ev.WantedChanged() | ev.LoadFollowed() | ev.GrowthRefused():
                 self.sizes.take(event)
                 return self._reconcile(event.role, now)
+            case ev.RoleGiven():
+                return self._give(event, now)
             case ev.BuildChanged():
                 self.upgrade.change(event.build)
                 return []
@@ -224,15 +226,27 @@ class PoolState:
         """
         if slot.role not in WORKER_ROLES:
             return
-        is_awaited = {other.awaits for other in self.slots.workers.values()}
-        for giving in self.slots.workers.values():
-            is_free = giving.spare and giving.phase is Phase.DRAINING and giving.name not in is_awaited
-            if giving.role is slot.role or not is_free or giving.build != self.upgrade.wanted:
-                continue
+        for giving in self._given_up(slot.role):
             if giving.seat is slot.role or self.slots.num_changed < self.policy.flexible:
                 slot.begin(self.new_incarnation(), giving.build)
                 slot.seat, slot.awaits = giving.seat, giving.name
                 return
+
+    def _given_up(self, role: Role) -> list[Slot]:
+        """Of the other pool's workers, those that drain as it has given them up, and that nobody awaits."""
+        is_awaited = {slot.awaits for slot in self.slots.workers.values()}
+        return [
+            slot
+            for slot in self.slots.workers.values()
+            if slot.role is not role and slot.spare and slot.phase is Phase.DRAINING
+            and slot.name not in is_awaited and slot.build == self.upgrade.wanted
+        ]  # fmt: skip
+
+    def num_given_up(self, role: Role) -> int:
+        """Workers of the other pool that drain as it has given them up, and that this one may take over."""
+        given = self._given_up(role)
+        num_home = sum(slot.seat is role for slot in given)
+        return num_home + min(len(given) - num_home, max(0, self.policy.flexible - self.slots.num_changed))
 
     def num_to_take_over(self, role: Role, added: Mapping[Role, int]) -> int:
         """How many workers this pool gets from the other one, if the pools grow and shrink by so many at once."""
@@ -244,6 +258,34 @@ class PoolState:
         num_given = -added.get(other, 0) - sum(slot.phase is not Phase.READY for slot in pool)  # these go first
         num_free = max(0, self.policy.flexible - self.slots.num_changed) + num_home
         return max(0, min(added[role], num_given, num_free))
+
+    def _give(self, event: ev.RoleGiven, now: float) -> list[ev.Instruction]:
+        """One that serves goes, and not one that waits for a node, which the other pool could not take over."""
+        before = self.wanted[event.giver]
+        self.sizes.take(event)
+        if self.wanted[event.giver] == before or not (ready := self._ready(event.giver)):
+            return []
+        out = self._dismiss(least_needed(ready, 1)[0], now)
+        if event.instead:
+            pool = self.slots.of(event.taker).values()
+            starting = [slot for slot in pool if slot.counts and slot.phase is Phase.STARTING and not slot.awaits]
+            starting.sort(key=lambda slot: (not slot.is_unplaced, -slot.index))
+            out += [step for slot in starting[:1] for step in self._dismiss(slot, now)]
+        return out + self._reconcile(event.taker, now)
+
+    def _ready(self, role: Role) -> list[Slot]:
+        return [slot for slot in self.slots.of(role).values() if slot.phase is Phase.READY and slot.counts]
+
+    def may_go(self, giver: Role, taker: Role) -> bool:
+        """Whether a worker of the one pool may change its role to the other's now."""
+        ready = self._ready(giver)
+        is_free = self.slots.num_changed < self.policy.flexible
+        return bool(ready) and (is_free or any(slot.seat is taker for slot in ready))
+
+    @property
+    def is_changing_role(self) -> bool:
+        """A worker is on its way from one pool to the other."""
+        return any(slot.awaits for slot in self.slots.workers.values())
 
     def _heir_of(self, slot: Slot) -> Slot | None:
         """The slot that awaits its process."""

@@ -26,7 +26,7 @@ class Sizes:
         """As an earlier supervisor left it."""
         self.wanted, self.ranges = dict(intent.wanted), dict(intent.ranges)
 
-    def take(self, event: ev.WantedChanged | ev.LoadFollowed | ev.GrowthRefused) -> None:
+    def take(self, event: ev.WantedChanged | ev.LoadFollowed | ev.RoleGiven | ev.GrowthRefused) -> None:
         """Nothing happens where a pool that no longer follows its load was to follow it."""
         match event:
             case ev.WantedChanged():
@@ -39,6 +39,11 @@ class Sizes:
                     num_grown=counts.num_grown + (event.workers > before),
                     num_shrunk=counts.num_shrunk + (event.workers < before),
                 )
+            case ev.RoleGiven() if {event.giver, event.taker} <= self.ranges.keys():
+                self.wanted[event.giver] -= 1
+                self.wanted[event.taker] += not event.instead
+                counts = self._counts[event.taker]
+                self._counts[event.taker] = replace(counts, num_taken=counts.num_taken + 1)
             case ev.GrowthRefused() if event.role in self.ranges:
                 counts = self._counts[event.role]
                 self._counts[event.role] = replace(counts, num_refused=counts.num_refused + 1)

@@ -123,6 +123,11 @@ class Slot:
         return not self.leaving or self.refill
 
     @property
+    def is_unplaced(self) -> bool:
+        """It starts, and no node has begun it."""
+        return self.phase is Phase.STARTING and self.placement is None and not self.awaits
+
+    @property
     def listens(self) -> bool:
         """It answers heartbeats, or it should."""
         return self.phase in (Phase.READY, Phase.DRAINING)

@@ -34,6 +34,7 @@ def membership(instruction: PublishMembership, cache_secret: bytes) -> control_p
                 num_grown=pool.num_grown,
                 num_shrunk=pool.num_shrunk,
                 num_refused=pool.num_refused,
+                num_taken=pool.num_taken,
             )
             for pool in instruction.pools
         ],

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tandem.rpc.v1 import common_pb2 as tandem_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/control.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\"\x8a\x01\n\x06Member\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x1d\n\x04role\x18\x03 \x01(\x0e\x32\x0f.tandem.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\x12\x0c\n\x04node\x18\x06 \x01(\t\x12\x0b\n\x03pid\x18\x07 \x01(\r\"\xe0\x01\n\nMembership\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\"\n\x07members\x18\x02 \x03(\x0b\x32\x11.tandem.v1.Member\x12\x13\n\x0bnum_routers\x18\x03 \x01(\r\x12\x1a\n\rrouter_number\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x65nded\x18\x05 \x03(\t\x12\x14\n\x0c\x63\x61\x63he_secret\x18\x06 \x01(\x0c\x12\x11\n\tcolocated\x18\x07 \x01(\x08\x12\"\n\x05pools\x18\x08 \x03(\x0b\x32\x13.tandem.v1.PoolSizeB\x10\n\x0e_router_number\"\x92\x01\n\x08PoolSize\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.tandem.v1.Role\x12\x0e\n\x06wanted\x18\x02 \x01(\r\x12\r\n\x05least\x18\x03 \x01(\r\x12\x0c\n\x04most\x18\x04 \x01(\r\x12\x11\n\tnum_grown\x18\x05 \x01(\x04\x12\x12\n\nnum_shrunk\x18\x06 \x01(\x04\x12\x13\n\x0bnum_refused\x18\x07 \x01(\x04\"\x11\n\x0fMembershipReply\"*\n\x12\x44rainRouterRequest\x12\x14\n\x0cothers_serve\x18\x01 \x01(\x08\"\x12\n\x10\x44rainRouterReply\"$\n\x11StopRouterRequest\x12\x0f\n\x07\x64rain_s\x18\x01 \x01(\x01\"\x11\n\x0fStopRouterReply\"\x11\n\x0f\x44\x65scribeRequest\"\x14\n\x12\x44rainWorkerRequest\"\x12\n\x10\x44rainWorkerReply\"6\n\x11StopWorkerRequest\x12!\n\x04then\x18< \x01(\x0b\x32\x13.tandem.v1.NextLife\"Q\n\x08NextLife\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.tandem.v1.Role\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"\x11\n\x0fStopWorkerReply\"\x0f\n\rStatusRequest\"\x15\n\x13RouterStatusRequest\"\xc6\x01\n\x11RouterStatusReply\x12\x15\n\rnum_under_way\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x35\n\x11suspected_writers\x18\x03 \x03(\x0b\x32\x1a.tandem.v1.SuspectedWriter\x12(\n\x06\x65rrors\x18\x04 \x01(\x0b\x32\x18.tandem.v1.RequestErrors\x12$\n\x04load\x18\x05 \x01(\x0b\x32\x16.tandem.v1.RequestLoad\"\x85\x02\n\x0bRequestLoad\x12\x14\n\x0cnum_requests\x18\x01 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x01\x12\x11\n\tnum_ended\x18\x03 \x01(\x04\x12\x14\n\x0c\x65nded_tokens\x18\x04 \x01(\x04\x12\x15\n\routput_tokens\x18\x05 \x01(\x04\x12\x11\n\tnum_first\x18\x06 \x01(\x04\x12\x16\n\x0enum_first_late\x18\x07 \x01(\x04\x12\x11\n\tnum_timed\x18\x08 \x01(\x04\x12\x16\n\x0enum_timed_late\x18\t \x01(\x04\x12\x16\n\x0ewaiting_tokens\x18\n \x01(\x01\x12\x1b\n\x13num_held_for_decode\x18\x0b \x01(\r\"9\n\x0fSuspectedWriter\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"(\n\x10NoteEndedRequest\x12\x14\n\x0cincarnations\x18\x01 \x03(\t\"\x10\n\x0eNoteEndedReply2\xb4\x02\n\rRouterControl\x12\x42\n\rSetMembership\x12\x15.tandem.v1.Membership\x1a\x1a.tandem.v1.MembershipReply\x12I\n\x0b\x44rainRouter\x12\x1d.tandem.v1.DrainRouterRequest\x1a\x1b.tandem.v1.DrainRouterReply\x12\x46\n\nStopRouter\x12\x1c.tandem.v1.StopRouterRequest\x1a\x1a.tandem.v1.StopRouterReply\x12L\n\x0cRouterStatus\x12\x1e.tandem.v1.RouterStatusRequest\x1a\x1c.tandem.v1.RouterStatusReply2\xd7\x02\n\rWorkerControl\x12=\n\x08\x44\x65scribe\x12\x1a.tandem.v1.DescribeRequest\x1a\x15.tandem.v1.WorkerInfo\x12\x43\n\x05\x44rain\x12\x1d.tandem.v1.DrainWorkerRequest\x1a\x1b.tandem.v1.DrainWorkerReply\x12@\n\x04Stop\x12\x1c.tandem.v1.StopWorkerRequest\x1a\x1a.tandem.v1.StopWorkerReply\x12;\n\x06Status\x12\x18.tandem.v1.StatusRequest\x1a\x17.tandem.v1.WorkerStatus\x12\x43\n\tNoteEnded\x12\x1b.tandem.v1.NoteEndedRequest\x1a\x19.tandem.v1.NoteEndedReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/control.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\"\x8a\x01\n\x06Member\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x1d\n\x04role\x18\x03 \x01(\x0e\x32\x0f.tandem.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\x12\x0c\n\x04node\x18\x06 \x01(\t\x12\x0b\n\x03pid\x18\x07 \x01(\r\"\xe0\x01\n\nMembership\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\"\n\x07members\x18\x02 \x03(\x0b\x32\x11.tandem.v1.Member\x12\x13\n\x0bnum_routers\x18\x03 \x01(\r\x12\x1a\n\rrouter_number\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x65nded\x18\x05 \x03(\t\x12\x14\n\x0c\x63\x61\x63he_secret\x18\x06 \x01(\x0c\x12\x11\n\tcolocated\x18\x07 \x01(\x08\x12\"\n\x05pools\x18\x08 \x03(\x0b\x32\x13.tandem.v1.PoolSizeB\x10\n\x0e_router_number\"\xa5\x01\n\x08PoolSize\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.tandem.v1.Role\x12\x0e\n\x06wanted\x18\x02 \x01(\r\x12\r\n\x05least\x18\x03 \x01(\r\x12\x0c\n\x04most\x18\x04 \x01(\r\x12\x11\n\tnum_grown\x18\x05 \x01(\x04\x12\x12\n\nnum_shrunk\x18\x06 \x01(\x04\x12\x13\n\x0bnum_refused\x18\x07 \x01(\x04\x12\x11\n\tnum_taken\x18\x08 \x01(\x04\"\x11\n\x0fMembershipReply\"*\n\x12\x44rainRouterRequest\x12\x14\n\x0cothers_serve\x18\x01 \x01(\x08\"\x12\n\x10\x44rainRouterReply\"$\n\x11StopRouterRequest\x12\x0f\n\x07\x64rain_s\x18\x01 \x01(\x01\"\x11\n\x0fStopRouterReply\"\x11\n\x0f\x44\x65scribeRequest\"\x14\n\x12\x44rainWorkerRequest\"\x12\n\x10\x44rainWorkerReply\"6\n\x11StopWorkerRequest\x12!\n\x04then\x18< \x01(\x0b\x32\x13.tandem.v1.NextLife\"Q\n\x08NextLife\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.tandem.v1.Role\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"\x11\n\x0fStopWorkerReply\"\x0f\n\rStatusRequest\"\x15\n\x13RouterStatusRequest\"\xc6\x01\n\x11RouterStatusReply\x12\x15\n\rnum_under_way\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x35\n\x11suspected_writers\x18\x03 \x03(\x0b\x32\x1a.tandem.v1.SuspectedWriter\x12(\n\x06\x65rrors\x18\x04 \x01(\x0b\x32\x18.tandem.v1.RequestErrors\x12$\n\x04load\x18\x05 \x01(\x0b\x32\x16.tandem.v1.RequestLoad\"\x85\x02\n\x0bRequestLoad\x12\x14\n\x0cnum_requests\x18\x01 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x01\x12\x11\n\tnum_ended\x18\x03 \x01(\x04\x12\x14\n\x0c\x65nded_tokens\x18\x04 \x01(\x04\x12\x15\n\routput_tokens\x18\x05 \x01(\x04\x12\x11\n\tnum_first\x18\x06 \x01(\x04\x12\x16\n\x0enum_first_late\x18\x07 \x01(\x04\x12\x11\n\tnum_timed\x18\x08 \x01(\x04\x12\x16\n\x0enum_timed_late\x18\t \x01(\x04\x12\x16\n\x0ewaiting_tokens\x18\n \x01(\x01\x12\x1b\n\x13num_held_for_decode\x18\x0b \x01(\r\"9\n\x0fSuspectedWriter\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"(\n\x10NoteEndedRequest\x12\x14\n\x0cincarnations\x18\x01 \x03(\t\"\x10\n\x0eNoteEndedReply2\xb4\x02\n\rRouterControl\x12\x42\n\rSetMembership\x12\x15.tandem.v1.Membership\x1a\x1a.tandem.v1.MembershipReply\x12I\n\x0b\x44rainRouter\x12\x1d.tandem.v1.DrainRouterRequest\x1a\x1b.tandem.v1.DrainRouterReply\x12\x46\n\nStopRouter\x12\x1c.tandem.v1.StopRouterRequest\x1a\x1a.tandem.v1.StopRouterReply\x12L\n\x0cRouterStatus\x12\x1e.tandem.v1.RouterStatusRequest\x1a\x1c.tandem.v1.RouterStatusReply2\xd7\x02\n\rWorkerControl\x12=\n\x08\x44\x65scribe\x12\x1a.tandem.v1.DescribeRequest\x1a\x15.tandem.v1.WorkerInfo\x12\x43\n\x05\x44rain\x12\x1d.tandem.v1.DrainWorkerRequest\x1a\x1b.tandem.v1.DrainWorkerReply\x12@\n\x04Stop\x12\x1c.tandem.v1.StopWorkerRequest\x1a\x1a.tandem.v1.StopWorkerReply\x12;\n\x06Status\x12\x18.tandem.v1.StatusRequest\x1a\x17.tandem.v1.WorkerStatus\x12\x43\n\tNoteEnded\x12\x1b.tandem.v1.NoteEndedRequest\x1a\x19.tandem.v1.NoteEndedReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,45 +37,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MEMBERSHIP']._serialized_start=204
   _globals['_MEMBERSHIP']._serialized_end=428
   _globals['_POOLSIZE']._serialized_start=431
-  _globals['_POOLSIZE']._serialized_end=577
-  _globals['_MEMBERSHIPREPLY']._serialized_start=579
-  _globals['_MEMBERSHIPREPLY']._serialized_end=596
-  _globals['_DRAINROUTERREQUEST']._serialized_start=598
-  _globals['_DRAINROUTERREQUEST']._serialized_end=640
-  _globals['_DRAINROUTERREPLY']._serialized_start=642
-  _globals['_DRAINROUTERREPLY']._serialized_end=660
-  _globals['_STOPROUTERREQUEST']._serialized_start=662
-  _globals['_STOPROUTERREQUEST']._serialized_end=698
-  _globals['_STOPROUTERREPLY']._serialized_start=700
-  _globals['_STOPROUTERREPLY']._serialized_end=717
-  _globals['_DESCRIBEREQUEST']._serialized_start=719
-  _globals['_DESCRIBEREQUEST']._serialized_end=736
-  _globals['_DRAINWORKERREQUEST']._serialized_start=738
-  _globals['_DRAINWORKERREQUEST']._serialized_end=758
-  _globals['_DRAINWORKERREPLY']._serialized_start=760
-  _globals['_DRAINWORKERREPLY']._serialized_end=778
-  _globals['_STOPWORKERREQUEST']._serialized_start=780
-  _globals['_STOPWORKERREQUEST']._serialized_end=834
-  _globals['_NEXTLIFE']._serialized_start=836
-  _globals['_NEXTLIFE']._serialized_end=917
-  _globals['_STOPWORKERREPLY']._serialized_start=919
-  _globals['_STOPWORKERREPLY']._serialized_end=936
-  _globals['_STATUSREQUEST']._serialized_start=938
-  _globals['_STATUSREQUEST']._serialized_end=953
-  _globals['_ROUTERSTATUSREQUEST']._serialized_start=955
-  _globals['_ROUTERSTATUSREQUEST']._serialized_end=976
-  _globals['_ROUTERSTATUSREPLY']._serialized_start=979
-  _globals['_ROUTERSTATUSREPLY']._serialized_end=1177
-  _globals['_REQUESTLOAD']._serialized_start=1180
-  _globals['_REQUESTLOAD']._serialized_end=1441
-  _globals['_SUSPECTEDWRITER']._serialized_start=1443
-  _globals['_SUSPECTEDWRITER']._serialized_end=1500
-  _globals['_NOTEENDEDREQUEST']._serialized_start=1502
-  _globals['_NOTEENDEDREQUEST']._serialized_end=1542
-  _globals['_NOTEENDEDREPLY']._serialized_start=1544
-  _globals['_NOTEENDEDREPLY']._serialized_end=1560
-  _globals['_ROUTERCONTROL']._serialized_start=1563
-  _globals['_ROUTERCONTROL']._serialized_end=1871
-  _globals['_WORKERCONTROL']._serialized_start=1874
-  _globals['_WORKERCONTROL']._serialized_end=2217
+  _globals['_POOLSIZE']._serialized_end=596
+  _globals['_MEMBERSHIPREPLY']._serialized_start=598
+  _globals['_MEMBERSHIPREPLY']._serialized_end=615
+  _globals['_DRAINROUTERREQUEST']._serialized_start=617
+  _globals['_DRAINROUTERREQUEST']._serialized_end=659
+  _globals['_DRAINROUTERREPLY']._serialized_start=661
+  _globals['_DRAINROUTERREPLY']._serialized_end=679
+  _globals['_STOPROUTERREQUEST']._serialized_start=681
+  _globals['_STOPROUTERREQUEST']._serialized_end=717
+  _globals['_STOPROUTERREPLY']._serialized_start=719
+  _globals['_STOPROUTERREPLY']._serialized_end=736
+  _globals['_DESCRIBEREQUEST']._serialized_start=738
+  _globals['_DESCRIBEREQUEST']._serialized_end=755
+  _globals['_DRAINWORKERREQUEST']._serialized_start=757
+  _globals['_DRAINWORKERREQUEST']._serialized_end=777
+  _globals['_DRAINWORKERREPLY']._serialized_start=779
+  _globals['_DRAINWORKERREPLY']._serialized_end=797
+  _globals['_STOPWORKERREQUEST']._serialized_start=799
+  _globals['_STOPWORKERREQUEST']._serialized_end=853
+  _globals['_NEXTLIFE']._serialized_start=855
+  _globals['_NEXTLIFE']._serialized_end=936
+  _globals['_STOPWORKERREPLY']._serialized_start=938
+  _globals['_STOPWORKERREPLY']._serialized_end=955
+  _globals['_STATUSREQUEST']._serialized_start=957
+  _globals['_STATUSREQUEST']._serialized_end=972
+  _globals['_ROUTERSTATUSREQUEST']._serialized_start=974
+  _globals['_ROUTERSTATUSREQUEST']._serialized_end=995
+  _globals['_ROUTERSTATUSREPLY']._serialized_start=998
+  _globals['_ROUTERSTATUSREPLY']._serialized_end=1196
+  _globals['_REQUESTLOAD']._serialized_start=1199
+  _globals['_REQUESTLOAD']._serialized_end=1460
+  _globals['_SUSPECTEDWRITER']._serialized_start=1462
+  _globals['_SUSPECTEDWRITER']._serialized_end=1519
+  _globals['_NOTEENDEDREQUEST']._serialized_start=1521
+  _globals['_NOTEENDEDREQUEST']._serialized_end=1561
+  _globals['_NOTEENDEDREPLY']._serialized_start=1563
+  _globals['_NOTEENDEDREPLY']._serialized_end=1579
+  _globals['_ROUTERCONTROL']._serialized_start=1582
+  _globals['_ROUTERCONTROL']._serialized_end=1890
+  _globals['_WORKERCONTROL']._serialized_start=1893
+  _globals['_WORKERCONTROL']._serialized_end=2236
 # @@protoc_insertion_point(module_scope)

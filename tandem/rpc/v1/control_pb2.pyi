@@ -129,6 +129,7 @@ class PoolSize(_message.Message):
     NUM_GROWN_FIELD_NUMBER: _builtins.int
     NUM_SHRUNK_FIELD_NUMBER: _builtins.int
     NUM_REFUSED_FIELD_NUMBER: _builtins.int
+    NUM_TAKEN_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     wanted: _builtins.int
     least: _builtins.int
@@ -139,6 +140,8 @@ class PoolSize(_message.Message):
     num_shrunk: _builtins.int
     num_refused: _builtins.int
     """times that it was to grow and could not: the host has no memory"""
+    num_taken: _builtins.int
+    """workers that came from the other pool, as this one's load asked for it"""
     def __init__(
         self,
         *,
@@ -149,10 +152,11 @@ class PoolSize(_message.Message):
         num_grown: _builtins.int = ...,
         num_shrunk: _builtins.int = ...,
         num_refused: _builtins.int = ...,
+        num_taken: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["least", b"least", "most", b"most", "num_grown", b"num_grown", "num_refused", b"num_refused", "num_shrunk", b"num_shrunk", "role", b"role", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["least", b"least", "most", b"most", "num_grown", b"num_grown", "num_refused", b"num_refused", "num_shrunk", b"num_shrunk", "num_taken", b"num_taken", "role", b"role", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

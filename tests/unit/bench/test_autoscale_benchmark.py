@@ -85,7 +85,8 @@ def test_the_table_has_each_law_and_the_best_fixed_size() -> None:
     found = measure(shape, arrivals, told.append, fixed=((2, 2), (4, 4)))
     names = [case["name"] for case in found["cases"]]
     assert names == told
-    assert names[2:] == ["proportional", "one at a time", "fixed: 2 + 2", "fixed: 4 + 4"]
+    assert names[2:4] == ["the law, flexible 8", "the law, shrink_delay_s 600, flexible 8"]
+    assert names[4:] == ["proportional", "one at a time", "fixed: 2 + 2", "fixed: 4 + 4"]
     assert found["cases"][-1]["worker_hours"]["prefill"] == pytest.approx(4 * found["hours"], rel=0.1)
     settings = {"scenario": "a.yaml", "start_s": 60.0, "copies": 1, "limit": 300}
     text = "\n".join(section({**found, "settings": settings, "code": {"digest": "d"}}))

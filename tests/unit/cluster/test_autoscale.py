@@ -30,7 +30,7 @@ class Told:
 
     def look(self, load: float | PoolLoad | None, after_s: float = 2.0) -> Decision:
         self.now_s += after_s
-        told = PoolLoad("prompts", load, load) if isinstance(load, float) else load
+        told = PoolLoad("prompts", load, load, load) if isinstance(load, float) else load
         size = PoolSize(self.wanted, self.ready, self.starting, self.num_leaving)
         return self.law.decide(told, size, self.now_s)
 
@@ -145,14 +145,14 @@ def test_new_bounds_are_kept_at_once() -> None:
 
 def test_what_waits_counts_as_far_as_it_would_still_wait_when_a_worker_has_started() -> None:
     pool = Told(2)
-    assert pool.look(PoolLoad("prompts", 1.0, 1.0, backlog_s=20.0)).wanted == 2, "done in 20 s; a start takes 30"
-    decision = pool.look(PoolLoad("prompts", 1.0, 1.0, backlog_s=150.0))
+    assert pool.look(PoolLoad("prompts", 1.0, 1.0, 1.0, backlog_s=20.0)).wanted == 2, "done in 20 s; a start takes 30"
+    decision = pool.look(PoolLoad("prompts", 1.0, 1.0, 1.0, backlog_s=150.0))
     assert decision.wanted == 3
     assert "150.0 s of one worker's work wait" in decision.why
 
 
 def late(load: float, num: int, num_late: int) -> PoolLoad:
-    return PoolLoad("prompts", load, load, num_timed=num, num_late=num_late)
+    return PoolLoad("prompts", load, load, load, num_timed=num, num_late=num_late)
 
 
 def test_missed_targets_lower_the_mark_and_want_one_worker_more() -> None:

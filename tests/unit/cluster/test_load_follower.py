@@ -6,17 +6,18 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 
 import pytest
 
-from tandem.cluster.supervisor import load_figures
+from tandem.cluster.supervisor import autoscale, load_figures
 from tandem.cluster.supervisor.autoscale import Decision, Range
 from tandem.cluster.supervisor.supervisor import Supervisor
 from tandem.core.config import MAX_POOL
 from tandem.core.errors import ConfigError
 from tandem.core.identity import Role
-from tandem.rpc.v1.common_pb2 import WorkerStatus
-from tests.support.scripted_processes import World, processes, running, until_change
+from tandem.rpc.v1.common_pb2 import PageCounts, WorkerStatus
+from tests.support.scripted_processes import POLICY, ScriptedWorkerProcess, World, processes, running, until_change
 
 
 @pytest.fixture
@@ -28,7 +29,8 @@ async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
 
 @asynccontextmanager
 async def loaded(world: World, workers_worth: float) -> AsyncIterator[None]:
-    """Prompts come, of which `workers_worth` prefill workers are always busy; each of those that run is."""
+    """Prompts come, of which `workers_worth` prefill workers are always busy; each of those that run is. Decode workers
+    that tell of themselves have little to do."""
 
     async def count() -> None:
         while True:
@@ -40,6 +42,10 @@ async def loaded(world: World, workers_worth: float) -> AsyncIterator[None]:
                     status.steps += 10
                     status.busy_s += 0.1
                     status.prompt_tokens_computed += 1000
+                elif (told := world.statuses.get(worker.name)) is not None:
+                    told.steps += 1
+                    told.busy_s += 0.01
+                    told.decode_tokens += 1
             await asyncio.sleep(0.1)
 
     counting = asyncio.create_task(count())
@@ -122,6 +128,57 @@ async def test_what_the_host_has_no_room_for_is_said_and_the_rest_is_had(world: 
         assert refused.refused == "no memory is free"
         assert refused.wanted == supervisor.cluster.wanted[Role.PREFILL] <= full
         assert supervisor.cluster.sizes.told[0].num_refused == 1
+
+
+async def test_a_worker_that_one_pool_spares_goes_to_the_other_and_it_is_told_why(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where there is room for no other."""
+
+    def full(added: dict[Role, int]) -> None:
+        raise ConfigError(f"no memory for {added}", key="memory")
+
+    monkeypatch.setattr(autoscale, "SPARE_S", 0.3)
+    async with running(world, 1, 2) as (supervisor, _):
+        supervisor.cluster.policy = replace(POLICY, flexible=1)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
+        for name in ("decode-0", "decode-1"):
+            world.statuses[name] = WorkerStatus(pages=PageCounts(free=1000))
+        heir = await world.serve(ScriptedWorkerProcess())
+        heir.loaded.set_result(None)
+        leaving = world.named("decode-1")
+        leaving.heir = heir
+        leaving.drained.set()
+        await supervisor.scale({Role.PREFILL: 1, Role.DECODE: 1}, {Role.PREFILL: 3, Role.DECODE: 3})
+        supervisor.follower._check_room = full
+        with caplog.at_level(logging.INFO):
+            async with loaded(world, 1.2):
+                await asyncio.wait_for(until_wanted(supervisor, lambda wanted: wanted == 2), 15)
+                await until_change(supervisor, lambda: supervisor.cluster.settled)
+        assert heir.name == "prefill-1"
+        assert supervisor.cluster.wanted[Role.DECODE] == 1
+        assert {slot.name for slot in supervisor.cluster.workers.values()} == {"prefill-0", "prefill-1", "decode-0"}
+        for role, by in ((Role.PREFILL, 1), (Role.DECODE, -1)):
+            change = next(each for each in changes(supervisor, role) if not each.refused)
+            assert change.wanted - change.before == by
+            assert change.why.startswith("a worker goes from decode to prefill: uncached prompt tokens need")
+            assert "decode had 1 to spare" in change.why
+            assert {"prefill_certain_load", "decode_certain_load"} <= change.inputs.keys()
+        assert "a worker goes from decode to prefill" in caplog.text
+        assert world.memberships[-1].pools[0].num_taken == 1
+
+
+async def test_who_comes_from_the_other_pool_needs_no_room(world: World) -> None:
+    asked: list[dict[Role, int]] = []
+    async with running(world, 2, 1) as (supervisor, _):
+        supervisor.cluster.policy = replace(POLICY, flexible=1)
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
+        await supervisor.scale({Role.PREFILL: 1})
+        supervisor.follower._check_room = asked.append
+        grown = await supervisor.follower._within_room(Decision(Role.DECODE, 0.0, 1, 3, ""))
+        assert grown.wanted == 3
+        assert asked == [{Role.DECODE: 1}]
+        world.named("prefill-1").drained.set()
 
 
 @pytest.mark.parametrize(("least", "most"), [(3, 2), (0, 2), (1, MAX_POOL + 1)])

@@ -229,3 +229,71 @@ def test_growth_that_is_taken_over_needs_no_room() -> None:
     story.change("prefill-1", "decode-1")
     assert story.cluster.num_to_take_over(Role.DECODE, {Role.DECODE: 1, Role.PREFILL: -1}) == 0
     assert story.cluster.num_to_take_over(Role.PREFILL, {Role.PREFILL: 1, Role.DECODE: -1}) == 1
+
+
+# --- as their loads ask for it ----------------------------------------------------------------------------------------
+
+
+def following() -> Story:
+    story = Story()
+    story.feed(ev.WantedChanged(Role.PREFILL, 1, 2))
+    story.feed(ev.WantedChanged(Role.DECODE, 1, 3))
+    return story
+
+
+def test_one_that_a_pool_gives_goes_on_in_the_other() -> None:
+    story = following()
+    out = story.feed(ev.RoleGiven(Role.PREFILL, Role.DECODE))
+    assert out == [ev.DrainProcess("prefill-1", "life-1")]
+    assert story.cluster.is_changing_role
+    assert not story.cluster.may_go(Role.PREFILL, Role.DECODE), "only one is flexible"
+    story.change("prefill-1", "decode-1")
+    assert not story.cluster.is_changing_role
+    assert story.cluster.settled
+    assert story.cluster.wanted[Role.PREFILL] == 1
+    assert story.cluster.sizes.told[1].num_taken == 1
+    assert story.cluster.may_go(Role.DECODE, Role.PREFILL), "home it may always go"
+
+
+def test_in_place_of_one_that_waits_for_a_node_it_goes_on() -> None:
+    story = following()
+    assert started(story.feed(ev.LoadFollowed(Role.DECODE, 2))) == ["decode-1"]
+    out = story.feed(ev.RoleGiven(Role.PREFILL, Role.DECODE, instead=True))
+    waiting = story.slot("decode-1").incarnation
+    assert out[0] == ev.DrainProcess("prefill-1", "life-1")
+    assert [step.name for step in out if isinstance(step, ev.KillProcess)] == ["decode-1"]
+    assert started(out) == []
+    assert story.cluster.wanted[Role.DECODE] == 2
+    story.feed(ev.Exited("decode-1", waiting, None))
+    story.change("prefill-1", "decode-2")
+    assert story.cluster.settled
+
+
+def test_one_that_serves_goes_also_where_another_waits_for_a_node() -> None:
+    story = following()
+    story.feed(ev.WantedChanged(Role.PREFILL, 1, 3))
+    assert started(story.feed(ev.LoadFollowed(Role.PREFILL, 3))) == ["prefill-2"]
+    assert story.cluster.may_go(Role.PREFILL, Role.DECODE)
+    assert story.feed(ev.RoleGiven(Role.PREFILL, Role.DECODE)) == [ev.DrainProcess("prefill-1", "life-1")]
+    story.change("prefill-1", "decode-1")
+    assert story.slot("prefill-2").phase is Phase.STARTING
+    assert story.cluster.wanted[Role.PREFILL] == 2
+
+
+def test_a_pool_of_a_fixed_size_gives_none() -> None:
+    story = Story()
+    story.feed(ev.WantedChanged(Role.DECODE, 1, 3))
+    assert story.feed(ev.RoleGiven(Role.PREFILL, Role.DECODE)) == []
+    assert story.feed(ev.RoleGiven(Role.PREFILL, Role.DECODE, instead=True)) == []
+    assert story.cluster.wanted[Role.PREFILL] == 2
+    assert story.cluster.settled
+
+
+def test_one_that_drains_already_may_be_taken_over_until_somebody_awaits_it() -> None:
+    story = Story()
+    assert story.cluster.num_given_up(Role.DECODE) == 0
+    story.feed(ev.WantedChanged(Role.PREFILL, 1))
+    assert story.cluster.num_given_up(Role.DECODE) == 1
+    assert story.cluster.num_given_up(Role.PREFILL) == 0
+    story.feed(ev.WantedChanged(Role.DECODE, 2))
+    assert story.cluster.num_given_up(Role.DECODE) == 0

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.layout import KvFormat, LayoutId
-from tandem.cluster.supervisor.autoscale import Decision, PoolSize, Range
+from tandem.cluster.supervisor.autoscale import Decision, PoolSize, Range, Settings
 from tandem.cluster.supervisor.demand import Sample
 from tandem.core.errors import ConfigError
 from tandem.core.identity import Role, WorkerKey
@@ -211,6 +211,49 @@ def test_pools_follow_their_load_by_the_law_that_ships() -> None:
     assert sum(late) < 0.3 * len(late), "one worker alone serves two thirds of what comes in the busy minutes"
 
 
+def prompts_then_outputs(each_s: float) -> list[Arrival]:
+    """Prompts of which prefill has much, then outputs of which decode has, and back."""
+    rng, now_s, found = random.Random(7), 0.0, []
+    while now_s < 3 * each_s:
+        are_outputs = each_s <= now_s < 2 * each_s
+        now_s += rng.expovariate(4.5 if are_outputs else 33.0)
+        lengths = (rng.randint(5, 40), rng.randint(300, 500)) if are_outputs else (rng.randint(100, 300), 2)
+        found.append(Arrival(len(found), now_s, *lengths))
+    return found
+
+
+def test_workers_change_their_role_with_the_load_by_the_law_that_ships() -> None:
+    each_s = 150.0
+    shape = dataclasses.replace(by_load(Range(1, 3), Range(1, 3)), start_s=1e6, flexible=2, change_s=1.0)
+    shape = dataclasses.replace(
+        shape,
+        prefill=dataclasses.replace(shape.prefill, num_workers=2),
+        decode=dataclasses.replace(shape.decode, num_workers=2),
+        settings=Settings(shrink_delay_s=1e6),  # so none is given up, and none that is asked for ever comes
+    )
+    world, outcomes = simulated(shape, prompts_then_outputs(each_s))
+    assert outcomes
+    ways = [(change.giver, at_s > each_s) for at_s, change in world.role_changes]
+    assert (Role.PREFILL, True) in ways, "decode gets one for the outputs"
+    assert (Role.DECODE, True) in ways or (Role.DECODE, False) in ways, "and prefill for the prompts"
+    changed = [life for life in world.fleet.lives if life.seat is not life.role]
+    assert changed
+    for life in changed:
+        (before,) = (each for each in world.fleet.lives if each.heir is life)
+        assert before.gone_s is not None
+        assert life.asked_s == before.gone_s
+        assert life.ready_s == pytest.approx(before.gone_s + 1.0)
+    away = max(sum(life.is_ready(at_s) for life in changed) for at_s in range(0, int(3 * each_s), 5))
+    assert 1 <= away <= 2
+
+
+def test_none_changes_where_none_is_flexible() -> None:
+    shape = dataclasses.replace(by_load(Range(1, 3), Range(1, 3)), start_s=20.0)
+    world, _ = simulated(shape, prompts_then_outputs(60.0))
+    assert not world.role_changes
+    assert world.decisions
+
+
 def test_who_drains_gets_nothing_new_and_ends_what_it_has() -> None:
     class Shrinks:
         """After four seconds."""
@@ -236,7 +279,7 @@ def test_who_drains_gets_nothing_new_and_ends_what_it_has() -> None:
 
 
 def test_worker_hours_count_from_the_order_to_the_end() -> None:
-    life = Life(WorkerKey("prefill-0", "1"), Role.PREFILL, asked_s=100.0)
+    life = Life(WorkerKey("prefill-0", "1"), Role.PREFILL, 100.0, Role.PREFILL)
     assert life.worked_s(400.0) == 300.0
     life.ready_s, life.left_s, life.gone_s = 160.0, 250.0, 300.0
     assert life.worked_s(400.0) == 200.0

@@ -28,16 +28,21 @@ class Kind:
 
 def closed(shape: WorldShape, kind: Kind, num_clients: int, num_requests: int) -> list[Outcome]:
     """Each client asks again as soon as it is answered, until there were so many requests."""
+    return closed_of(shape, [(kind.num_input, kind.num_output)] * num_requests, num_clients)
+
+
+def closed_of(shape: WorldShape, lengths: Sequence[tuple[int, int]], num_clients: int) -> list[Outcome]:
+    """As `closed`, of requests with these tokens of prompt and output; who asks next takes the next one."""
     more: list[Outcome] = []
 
     def answered(world: World, _: Outcome) -> None:
         number = num_clients + len(more)
-        if number < num_requests:
-            more.append(world.ask(Arrival(number, world.kernel.now_s, kind.num_input, kind.num_output)))
+        if number < len(lengths):
+            more.append(world.ask(Arrival(number, world.kernel.now_s, *lengths[number])))
 
     world = World(shape)
     world.on_end = partial(answered, world)
-    first = [Arrival(n, n * _APART_S, kind.num_input, kind.num_output) for n in range(num_clients)]
+    first = [Arrival(n, n * _APART_S, *each) for n, each in enumerate(lengths[:num_clients])]
     return [*world.run(first), *more]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,8 @@ from tandem.worker.step_log import COLUMNS, SUFFIX
 # another process. They are not of the model.
 _OUTLIER = 3.0
 _ROUNDS = 4
+# Of terms and speeds in turn: each is found from the other.
+_SHARED_ROUNDS = 40
 _FEWEST = 20
 
 _Numbers = npt.NDArray[np.float64]
@@ -29,11 +31,12 @@ _Numbers = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One that was taken; `worker` is its file's."""
+    """One that was taken; `worker` is its file's. `began_s`: by the clock of the host."""
 
     worker: str
     terms: Terms
     seconds: float
+    began_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,7 @@ class Fit:
         median_off, p90_off: of the steps' times, relative.
         total_off: of the sum of them all.
         num_left_out: steps that took several times what the model says.
+        speeds: while 1, 2, … workers compute, of a host's that share its cores; none: each has its own.
     """
 
     times: Fitted
@@ -52,6 +56,7 @@ class Fit:
     median_off: float
     p90_off: float
     total_off: float
+    speeds: tuple[float, ...] = ()
 
 
 def read_steps(paths: Iterable[Path]) -> list[Step]:
@@ -74,8 +79,9 @@ def _read(file: Path) -> Iterable[Step]:
             if tuple(next(rows, ())) != COLUMNS:
                 raise ConfigError(f"{file} is no step log; its first line must be {','.join(COLUMNS)}")
             for row in rows:
-                tokens, decode_rows, read, pairs, seconds = row
-                yield Step(worker, Terms(int(tokens), int(decode_rows), int(read), float(pairs)), float(seconds))
+                tokens, decode_rows, read, pairs, seconds, began_s = row
+                terms = Terms(int(tokens), int(decode_rows), int(read), float(pairs))
+                yield Step(worker, terms, float(seconds), float(began_s))
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}") from error
     except ValueError as error:
@@ -90,7 +96,10 @@ def fit(steps: Sequence[Step]) -> Fit:
     """
     if len(steps) < _FEWEST:
         raise ConfigError(f"{len(steps)} steps are too few to fit a model to; take {_FEWEST} or more, of several loads")
-    matrix = np.array([(1.0, t.num_tokens, t.num_rows, t.num_read, t.num_pairs) for t in (s.terms for s in steps)])
+    # Tokens of prompts and those that are generated each have their own: the latter may cost less, not less than nothing.
+    matrix = np.array(
+        [(1.0, t.num_tokens - t.num_rows, t.num_rows, t.num_read, t.num_pairs) for t in (s.terms for s in steps)]
+    )
     seconds = np.array([step.seconds for step in steps])
     taken = np.ones(len(steps), dtype=bool)
     for _ in range(_ROUNDS):
@@ -100,7 +109,47 @@ def fit(steps: Sequence[Step]) -> Fit:
         if (kept == taken).all():
             break
         taken = kept
-    return _judged(Fitted(*(float(value) for value in found)), steps)
+    base, token, row, read, pair = (float(value) for value in found)
+    return _judged(Fitted(base, token, row - token, read, pair), steps)
+
+
+def fit_shared(steps: Sequence[Step]) -> Fit:
+    """As `fit`, of workers that share one host's cores; and how fast a step is while so many of them compute. Its
+    terms are of a step that is alone. What is off is told of the steps' times at these speeds.
+
+    Raises:
+        ConfigError: there are too few steps.
+    """
+    shares = seconds_by_busy(steps)
+    speeds = np.ones(shares.shape[1])
+    for _ in range(_SHARED_ROUNDS):
+        found = fit([replace(step, seconds=own) for step, own in zip(steps, shares @ speeds, strict=True)])
+        said = np.array([found.times.seconds(step.terms) for step in steps])
+        kept = shares @ speeds < _OUTLIER * said
+        relative = _not_negative(shares[kept] / said[kept, None])
+        speeds = _falling(relative / max(relative[0], 1e-9))
+    return replace(found, speeds=tuple(float(speed) for speed in speeds))
+
+
+def _falling(speeds: _Numbers) -> _Numbers:
+    """None is above the one before, or so low that a step would not end: what no step tells of is as what is near."""
+    return np.maximum(np.minimum.accumulate(speeds), 0.01)
+
+
+def seconds_by_busy(steps: Sequence[Step]) -> _Numbers:
+    """[num_steps, num_workers]: of each step the seconds in which 1, 2, … workers were computing."""
+    began_s = np.array([step.began_s for step in steps])
+    ended_s = began_s + np.array([step.seconds for step in steps])
+    moments = np.concatenate((began_s, ended_s))
+    order = np.argsort(moments, kind="stable")
+    moments = moments[order]
+    num_busy = np.cumsum(np.repeat((1, -1), len(steps))[order])
+    gaps_s = np.diff(moments)
+    found = []
+    for number in range(1, len({step.worker for step in steps}) + 1):
+        before_s = np.concatenate(((0.0,), np.cumsum(gaps_s * (num_busy[:-1] == number))))
+        found.append(before_s[np.searchsorted(moments, ended_s)] - before_s[np.searchsorted(moments, began_s)])
+    return np.stack(found, axis=1)
 
 
 def _not_negative(matrix: _Numbers) -> _Numbers:
@@ -139,12 +188,19 @@ def spec_of(times: Fitted) -> FittedSpec:
     )  # fmt: skip
 
 
-def run(paths: Sequence[Path], out: Path | None) -> int:
+def run(paths: Sequence[Path], out: Path | None, *, shared_cores: bool = False) -> int:
     """Print the fit of all steps and how near it comes to each worker's; write it to `out`."""
     steps = read_steps(paths)
-    found = fit(steps)
+    found = fit_shared(steps) if shared_cores else fit(steps)
     spec = spec_of(found.times)
-    tree = {"times": "fitted", "fitted": {name: float(f"{value:.6g}") for name, value in vars_of(spec).items()}}
+    tree: dict[str, object] = {
+        "times": "fitted",
+        "fitted": {name: float(f"{value:.6g}") for name, value in vars_of(spec).items()},
+    }
+    if shared_cores:
+        tree["cores"] = {"speeds": [float(f"{speed:.4g}") for speed in found.speeds]}
+        own_s = seconds_by_busy(steps) @ np.array(found.speeds)
+        steps = [replace(step, seconds=float(seconds)) for step, seconds in zip(steps, own_s, strict=True)]
     table = Table("worker", "steps", "left out", "median off", "p90 off", "sum off", box=None)
     for name in sorted({step.worker for step in steps}):
         table.add_row(name, *_shown(_judged(found.times, [step for step in steps if step.worker == name])))

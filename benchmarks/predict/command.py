@@ -22,7 +22,7 @@ from tandem.core.config import EMBEDDED_MODEL
 from tandem.core.model_path import resolve_model
 
 #: The models, by name, with how many requests there are of each load, and how many a second are much.
-MODELS = {"embedded": (4.0, 40.0), "82m": (1.0, 3.0)}
+MODELS = {"embedded": (4.0, 40.0), "82m": (0.75, 3.0)}
 _LONGEST = 1000
 _KV_BYTES = {"embedded": 64 << 20, "82m": 512 << 20}
 
@@ -48,8 +48,7 @@ def run(json: Path | None, models: Sequence[str], num_repetitions: int) -> None:
 
 def case(name: str, console: Console) -> Case:
     """2P2D of one model; a random one is made at first use."""
-    options = {**MODEL_OPTIONS, "dtype": "float32"}
-    model_dir = resolve_model(EMBEDDED_MODEL) if name == "embedded" else made_model(console, "82m", options)
+    model_dir = resolve_model(EMBEDDED_MODEL) if name == "embedded" else made_model(console, "82m", MODEL_OPTIONS)
     scale, rate = MODELS[name]
     alone, many = calibration(scale, _LONGEST)
     shape = json_format.loads((model_dir / "config.json").read_text())

@@ -18,6 +18,8 @@ from tandem.sim.world import WorldShape
 
 # Pages in memory that both workers map: what a handoff takes beside is its latency.
 _GB_PER_S = 2.0
+# Seeds: no two loads have one.
+_SETTLING, _ALONE, _MANY, _PREDICTED = range(4)
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,19 @@ async def measure(case: Case, num_repetitions: int, tell: Callable[[str], None])
         directory = Path(name)
         async with running(directory, case.cluster, case.longest) as cluster:
             tell(f"{case.name}: to calibrate")
-            alone, many = await cluster.run(case.alone, 1), await cluster.run(case.many, 1)
+            await cluster.run(case.many, _SETTLING)  # memory is used for the first time, and kernels are made
+            alone, many = await cluster.run(case.alone, _ALONE), await cluster.run(case.many, _MANY)
             repeated: list[list[Run]] = []
-            for load in case.predicted:
+            for seed, load in enumerate(case.predicted, _PREDICTED):
                 tell(f"{case.name}: {load.name}")
-                repeated.append([await cluster.run(load, 2) for _ in range(num_repetitions)])
-        steps = await steps_of(directory)
+                repeated.append([await cluster.run(load, seed, number) for number in range(num_repetitions)])
+        return content(case, alone, many, repeated, await steps_of(directory))
+
+
+def content(
+    case: Case, alone: Run, many: Run, repeated: Sequence[Sequence[Run]], steps: Sequence[Step]
+) -> dict[str, Any]:
+    """What is found of real runs: plain data, as of `measure`."""
     found = None if case.times is not None else fit_shared(alone.steps(steps) + many.steps(steps))
     tree = scenario_tree(case, found, alone, steps)
     shape = build(Scenario, tree).shape()

@@ -64,14 +64,17 @@ class Cluster:
     spec: ClusterSpec
     longest: int  # tokens of a prompt or an output that are asked for
 
-    async def run(self, load: Load, seed: int) -> Run:
-        """Raises `TandemError` where a request failed, `KeyboardInterrupt` on SIGINT."""
+    async def run(self, load: Load, seed: int, number: int = 0) -> Run:
+        """`seed`: no other load may have it, since prompts would begin alike and be found in caches. Each `number` has
+        prompts of its own, and the same lengths and arrivals.
+
+        Raises `TandemError` where a request failed, `KeyboardInterrupt` on SIGINT."""
         vocabulary = plain_vocabulary(Tokenizer.from_dir(self.spec.model_dir))
         workload = Workload(load.entries(seed, self.longest), vocabulary, seed, num_warm_up=_NUM_WARM_UP)
         session = Session(Target(self.url), workload)
         await session.open()
         began_s = time.monotonic()
-        found = await session.measure(load.shape)
+        found = await session.measure(load.shape, number=number)
         if session.was_interrupted:
             raise KeyboardInterrupt
         figures = measured(summarise(found.records, found.duration_s))

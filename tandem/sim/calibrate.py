@@ -21,7 +21,7 @@ from tandem.worker.step_log import COLUMNS, SUFFIX
 # Steps that took so many times as long as the others like them were held up by something else: a first use of memory,
 # another process. They are not of the model.
 _OUTLIER = 3.0
-_ROUNDS = 4
+_ROUNDS = 6
 # Of terms and speeds in turn: each is found from the other.
 _SHARED_ROUNDS = 40
 _FEWEST = 20
@@ -88,34 +88,38 @@ def _read(file: Path) -> Iterable[Step]:
         raise ConfigError(f"{file} is no step log: {error}") from error
 
 
-def fit(steps: Sequence[Step]) -> Fit:
-    """The terms with no one below 0 whose sums are nearest, relative to each step's time.
+def fit(steps: Sequence[Step], *, outlier: float = _OUTLIER) -> Fit:
+    """The terms with no one below 0 whose sums are nearest to the steps' times, relative to what they say. So they say
+    what such steps take on average, also where a few take much longer.
+
+    Args:
+        outlier: steps that took so many times as long as the others like them are left out.
 
     Raises:
         ConfigError: there are too few steps.
     """
     if len(steps) < _FEWEST:
         raise ConfigError(f"{len(steps)} steps are too few to fit a model to; take {_FEWEST} or more, of several loads")
-    # Tokens of prompts and those that are generated each have their own: the latter may cost less, not less than nothing.
+    # Tokens of prompts and generated ones each have their own: the latter may cost less, not less than nothing.
     matrix = np.array(
         [(1.0, t.num_tokens - t.num_rows, t.num_rows, t.num_read, t.num_pairs) for t in (s.terms for s in steps)]
     )
     seconds = np.array([step.seconds for step in steps])
     taken = np.ones(len(steps), dtype=bool)
+    said = seconds
     for _ in range(_ROUNDS):
-        found = _not_negative(matrix[taken] / seconds[taken, None])
-        ratio = seconds / np.maximum(matrix @ found, 1e-12)
-        kept = ratio < _OUTLIER * np.median(ratio)
-        if (kept == taken).all():
-            break
-        taken = kept
+        found = _not_negative(matrix[taken] / said[taken, None], seconds[taken] / said[taken])
+        said = np.maximum(matrix @ found, 1e-12)
+        ratio = seconds / said
+        taken = ratio < outlier * np.median(ratio)
     base, token, row, read, pair = (float(value) for value in found)
-    return _judged(Fitted(base, token, row - token, read, pair), steps)
+    return _judged(Fitted(base, token, row - token, read, pair), steps, outlier)
 
 
 def fit_shared(steps: Sequence[Step]) -> Fit:
     """As `fit`, of workers that share one host's cores; and how fast a step is while so many of them compute. Its
-    terms are of a step that is alone. What is off is told of the steps' times at these speeds.
+    terms are of a step that is alone. What is off is told of the steps' times at these speeds. None is left out:
+    that a step waits for a core is what is looked for.
 
     Raises:
         ConfigError: there are too few steps.
@@ -123,11 +127,13 @@ def fit_shared(steps: Sequence[Step]) -> Fit:
     shares = seconds_by_busy(steps)
     speeds = np.ones(shares.shape[1])
     for _ in range(_SHARED_ROUNDS):
-        found = fit([replace(step, seconds=own) for step, own in zip(steps, shares @ speeds, strict=True)])
-        said = np.array([found.times.seconds(step.terms) for step in steps])
-        kept = shares @ speeds < _OUTLIER * said
-        relative = _not_negative(shares[kept] / said[kept, None])
-        speeds = _falling(relative / max(relative[0], 1e-9))
+        own_s = shares @ speeds
+        found = fit([replace(step, seconds=own) for step, own in zip(steps, own_s, strict=True)], outlier=np.inf)
+        said_s = np.array([found.times.seconds(step.terms) for step in steps])
+        # Of the steps by how many computed meanwhile, what they say is in sum what they took, at these speeds.
+        by_busy = shares / shares.sum(axis=1, keepdims=True)
+        relative = np.linalg.lstsq(by_busy.T @ shares, by_busy.T @ said_s, rcond=None)[0]
+        speeds = _falling(relative / relative[0])
     return replace(found, speeds=tuple(float(speed) for speed in speeds))
 
 
@@ -152,12 +158,12 @@ def seconds_by_busy(steps: Sequence[Step]) -> _Numbers:
     return np.stack(found, axis=1)
 
 
-def _not_negative(matrix: _Numbers) -> _Numbers:
-    """The x of no value below 0 for which `matrix @ x` is nearest to 1 (Lawson and Hanson, "Solving Least Squares
-    Problems", 1974, chapter 23)."""
+def _not_negative(matrix: _Numbers, wanted: _Numbers) -> _Numbers:
+    """The x of no value below 0 for which `matrix @ x` is nearest to `wanted` (Lawson and Hanson, "Solving Least
+    Squares Problems", 1974, chapter 23)."""
     scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
     scaled = matrix / scale
-    gram, target = scaled.T @ scaled, scaled.T @ np.ones(len(matrix))
+    gram, target = scaled.T @ scaled, scaled.T @ wanted
     num = gram.shape[0]
     x, free = np.zeros(num), np.zeros(num, dtype=bool)
     for _ in range(10 * num):
@@ -224,10 +230,10 @@ def vars_of(spec: FittedSpec) -> dict[str, float]:
     return {name: getattr(spec, name) for name in FittedSpec.__dataclass_fields__}
 
 
-def _judged(times: Fitted, steps: Sequence[Step]) -> Fit:
+def _judged(times: Fitted, steps: Sequence[Step], outlier: float = _OUTLIER) -> Fit:
     said = np.array([times.seconds(step.terms) for step in steps])
     seconds = np.array([step.seconds for step in steps])
-    taken = seconds < _OUTLIER * said
+    taken = seconds < outlier * said
     if not taken.any():
         taken = ~taken
     said, seconds = said[taken], seconds[taken]

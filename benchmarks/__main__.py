@@ -74,7 +74,7 @@ def _add_kernels(commands: Any) -> None:
         metavar="N",
         help="numbers of threads, one after the other (default: 1 and all)",
     )
-    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    _add_json(command)
     command.add_argument("--no-progress", dest="progress", action="store_false", help="do not tell what is measured")
 
 
@@ -86,7 +86,7 @@ def _add_host(commands: Any) -> None:
         "python -m benchmarks host\npython -m benchmarks host --json docs/figures/host.json",
         _host,
     )
-    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    _add_json(command)
 
 
 def _add_parts(commands: Any) -> None:
@@ -115,7 +115,7 @@ def _add_parts(commands: Any) -> None:
     command.add_argument(
         "--transport", choices=("ucx", "nccl"), help="of the handoffs (default: ucx where it is installed)"
     )
-    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    _add_json(command)
 
 
 def _add_placement(commands: Any) -> None:
@@ -126,7 +126,7 @@ def _add_placement(commands: Any) -> None:
         "python -m benchmarks placement\npython -m benchmarks placement --json docs/figures/placement.json",
         _placement,
     )
-    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    _add_json(command)
 
 
 def _add_autoscale(commands: Any) -> None:
@@ -141,7 +141,7 @@ def _add_autoscale(commands: Any) -> None:
         "--traces", type=Path, required=True, metavar="DIR",
         help="with AzureLLMInferenceTrace_conv.csv and AzureLLMInferenceTrace_code.csv",
     )  # fmt: skip
-    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    _add_json(command)
 
 
 def _add_law(commands: Any) -> None:
@@ -152,7 +152,7 @@ def _add_law(commands: Any) -> None:
         "python -m benchmarks law --json docs/figures/law.json",
         _law,
     )
-    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    _add_json(command)
 
 
 def _add_scale(commands: Any) -> None:
@@ -174,7 +174,7 @@ def _add_scale(commands: Any) -> None:
     command.add_argument(
         "--traces", type=Path, metavar="DIR", help="with AzureLLMInferenceTrace_conv.csv (default: here)"
     )
-    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there; other parts stay")
+    _add_json(command, "write everything there; other parts stay")
 
 
 def _add_conversations(commands: Any) -> None:
@@ -194,7 +194,7 @@ def _add_conversations(commands: Any) -> None:
     )
     command.add_argument("--repetitions", type=whole(1), default=3, metavar="N", help="of each way (default: 3)")
     command.add_argument("--transport", choices=("ucx", "nccl"), default="ucx", help="of the handoffs (default: ucx)")
-    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    _add_json(command)
 
 
 def _add_simulated(commands: Any) -> None:
@@ -213,7 +213,7 @@ def _add_simulated(commands: Any) -> None:
     command.add_argument(
         "--seqs", type=whole(1), default=64, metavar="N", help="requests at once for a decode worker (default: 64)"
     )
-    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    _add_json(command)
 
 
 def _add_predict(commands: Any) -> None:
@@ -245,7 +245,7 @@ def _add_accuracy(commands: Any) -> None:
     )
     command.add_argument("--texts", type=whole(1), default=20, metavar="N", help="stories (default: 20)")
     command.add_argument("--recalls", type=whole(1), default=100, metavar="N", help="prompts (default: 100)")
-    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    _add_json(command)
 
 
 def _add_link(commands: Any) -> None:
@@ -278,7 +278,7 @@ def _add_link(commands: Any) -> None:
     )
     command.add_argument("--runs", type=whole(1), default=5, metavar="N", help="of each (default: 5)")
     command.add_argument("--link", default="", metavar="NAME", help="name of this link in the file")
-    command.add_argument("--json", type=Path, metavar="FILE", help="add everything there")
+    _add_json(command, "add everything there")
 
 
 def _add_gpu(commands: Any) -> None:
@@ -299,7 +299,11 @@ def _add_gpu(commands: Any) -> None:
         default=["8b", "1b"],
         help="Llama shapes (default: 8b and 1b)",
     )
-    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    _add_json(command)
+
+
+def _add_json(command: argparse.ArgumentParser, what: str = "write everything there") -> None:
+    command.add_argument("--json", type=Path, metavar="FILE", help=what)
 
 
 # --- what they run: imports stand inside ------------------------------------------------------------------------------

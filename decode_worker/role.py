@@ -106,7 +106,6 @@ class DecodeRole:
         self._num_fetching = 0  # attempts that wait for pages to be read; of the driver's thread
         self._step_began_s = 0.0
         self._num_generating: int | None = None  # in that step; `None`: nobody asks
-        self._bounds_chunks = False  # of prompts, by what steps take: where the cluster is colocated
 
     # -- what routers ask; on the driver's thread
 
@@ -147,7 +146,6 @@ class DecodeRole:
             text = f"a journal for choices {strange} of {spec.num_choices}"
             raise InvalidRequestError(text, request_id=key.request_id)
         going_on = [c for c in range(spec.num_choices) if c not in finished]
-        self._bounds_chunks |= unpaced
         if unpaced and not going_on:  # else it would be granted pages that nobody fills
             raise InternalError("every choice has ended already", request_id=key.request_id)
         # The first attempt in the order must be able to end when it is alone, or preemption could not help.
@@ -437,7 +435,7 @@ class DecodeRole:
             self._counters.num_prompt_tokens_cached += num_cached
         self._counters.num_preemptions += len(batch.preempted)
         self._step_began_s = self._clock.now()
-        is_asked = self._bounds_chunks or self._scheduler.limits.computes_prompts
+        is_asked = self._scheduler.learns_steps
         self._num_generating = sum(item.sequence.is_decode for item in batch.items) if is_asked else None
         self._tokens.begin_masks(batch)
         fault_points.reach("decode.step")
@@ -453,7 +451,6 @@ class DecodeRole:
         if self._num_generating is not None:
             num_tokens = batch.num_chunk_tokens + batch.num_paced_tokens
             self._scheduler.note_step(self._num_generating, num_tokens, took_s)
-            self._counters.prompt_steps = self._scheduler.prompt_steps()
         self._counters.num_steps += 1
         self._counters.busy_s += took_s
         if batch.num_paced_tokens:
@@ -469,6 +466,7 @@ class DecodeRole:
                 num_tokens = sum(item.num_tokens for item in batch.items if item.num_tokens > 1 and not item.guesses)
                 self._scheduler.tiers.computed(num_tokens, took_s)
             num_new = self._tokens.book(batch)
+            self._counters.prompt_steps = self._scheduler.prompt_steps()  # beside those who are left
         self._pacing.first_steps_taken(num_new)
         self.snapshot()
 
@@ -481,7 +479,8 @@ class DecodeRole:
                     self._drop(job)
 
     def going_idle(self) -> None:
-        self._counters.prompt_steps = self._scheduler.prompt_steps()
+        with self._lock:
+            self._counters.prompt_steps = self._scheduler.prompt_steps()
         self.snapshot()
 
     # -- on either thread

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.gpu.check import FORMAT as FORMAT
+from benchmarks.text import wrapped
 
 COMMAND = "`tools/gpu_check.sh`"
 
@@ -17,7 +17,7 @@ def section(content: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield "## On a GPU"
     yield ""
-    yield from _wrapped(*_introduction(content, figures, tests))
+    yield from wrapped(" ".join(_introduction(content, figures, tests)))
     yield ""
     yield "| model | step | time | tokens/s | of the limit | goal | the model alone | the sampler alone |"
     yield "|---|---|---|---|---|---|---|---|"
@@ -27,16 +27,17 @@ def section(content: dict[str, Any]) -> Iterator[str]:
         f"{name.upper()} {told['device'] / 1e9:,.0f} GB/s on the card, {told['host'] / 1e9:,.1f} read by the host"
         for name, told in figures["digests"].items()
     ]
-    yield from _wrapped(f"Digests of pages of 256 slots: {'; '.join(rates)}.")
+    yield from wrapped(f"Digests of pages of 256 slots: {'; '.join(rates)}.")
     yield ""
     handoffs = handoff["handoffs"]
     are_right = all(each["are_the_models"] for each in handoffs)
     times = [f"{each['seconds'] * 1e3:,.0f} ms for a prompt of {each['prompt_tokens']:,}" for each in handoffs]
-    yield from _wrapped(
-        "Handoffs between two processes on this card, of a small model in float32 (pages go through host memory by",
-        f"gloo: NCCL takes no card twice): the tokens are {'' if are_right else '**not** '}the model's own. From the",
-        f"request to the last of {handoffs[0]['tokens']} tokens: {', '.join(times)}.",
+    words = (
+        "Handoffs between two processes on this card, of a small model in float32 (pages go through host memory by "
+        f"gloo: NCCL takes no card twice): the tokens are {'' if are_right else '**not** '}the model's own. From the "
+        f"request to the last of {handoffs[0]['tokens']} tokens: {', '.join(times)}."
     )
+    yield from wrapped(words)
 
 
 def _introduction(content: dict[str, Any], figures: dict[str, Any], tests: dict[str, Any]) -> Iterator[str]:
@@ -45,8 +46,10 @@ def _introduction(content: dict[str, Any], figures: dict[str, Any], tests: dict[
     yield f"Measured by {COMMAND} on {figures['date'][:10]}: {device['name']}, CUDA {device['cuda']},"
     yield f"torch {versions['torch']}, Triton {versions['triton']}; sources {content['code']['digest']};"
     yield f"attention by {' and '.join(sorted({*figures['attention'].values()}))}."
-    yield f"Of `tests/gpu`, {tests['tests'] - failed - skipped} passed, {failed} failed, {skipped} were skipped, for"
-    yield "want of a second card, `nixl` or `flash_attn`. Measured limits:"
+    reasons = "; ".join(f"{num}: {reason}" for reason, num in sorted(tests["reasons_of_skips"].items()))
+    why = f" ({reasons})" if reasons else ""
+    yield f"Of `tests/gpu`, {tests['tests'] - failed - skipped} passed, {failed} failed, {skipped} were skipped{why}."
+    yield "Measured limits:"
     yield f"{limits['flop_per_s'] / 1e12:,.0f} TFLOP/s in bfloat16, {limits['bytes_per_s'] / 1e9:,.0f} GB/s; beside"
     yield "each step stands its share of the least time that these allow. Steps are timed as they are served, with"
     yield "tokens drawn at temperature 1. Weights are random, in bfloat16, of the shapes of Llama 3."
@@ -69,7 +72,3 @@ def _row(figure: dict[str, Any]) -> str:
 
 def _ms(seconds: float | None) -> str:
     return "" if seconds is None else f"{seconds * 1e3:,.2f} ms"
-
-
-def _wrapped(*lines: str) -> list[str]:
-    return textwrap.wrap(" ".join(lines), 120, break_long_words=False, break_on_hyphens=False)

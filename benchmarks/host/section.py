@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.peers.figures import Goal
+from benchmarks.text import wrapped
 
 FORMAT = "tandem-host/1"
 
@@ -17,16 +17,14 @@ def section(content: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield "## The host's share of a step"
     yield ""
-    yield from textwrap.wrap(
+    words = (
         "Measured by `python -m benchmarks host`, without a model: CPU time of the calling thread, medians, so that "
         "other load on the machine matters little. "
         f"{machine['cpu']}, {content['num_threads']} threads for sampling, sources {content['code']['digest']}, "
         f"{content['date'][:10]}. Sampling is of {content['batch']} rows over {content['vocab_size']:,} tokens; a step "
-        "is a decode worker's scheduling, laying out and booking, its sampling and events not counted.",
-        120,
-        break_long_words=False,
-        break_on_hyphens=False,
+        "is a decode worker's scheduling, laying out and booking, its sampling and events not counted."
     )
+    yield from wrapped(words)
     yield ""
     yield "| part | CPU time | goal |"
     yield "|---|---|---|"

@@ -17,6 +17,7 @@ from benchmarks.law.loads import Kind, by_chance, closed, opened
 from benchmarks.law.section import FORMAT, section
 from tandem.bench.machine import now
 from tandem.bench.report import json_file
+from tandem.sim.load import Arrival
 from tandem.sim.outcome import Outcome
 from tandem.sim.scenario import read_scenario
 from tandem.sim.world import WorldShape
@@ -84,9 +85,7 @@ def measure(
             "changing_share": CHANGING_SHARE,
             "kinds": [str(PROMPTS), str(OUTPUTS)],
         },
-        "models": [
-            {**asdict(model), "cases": list(_Bench(model, tell).cases(grid, kinds))} for model in models
-        ],
+        "models": [{**asdict(model), "cases": list(_Bench(model, tell).cases(grid, kinds))} for model in models],
     }
 
 
@@ -101,7 +100,10 @@ class _Bench:
     def cases(self, grid: Sequence[tuple[int, int, int]], kinds: Sequence[Kind]) -> Iterable[dict[str, Any]]:
         for num_input, num_output, num_clients in grid:
             kind = Kind(num_input, num_output)
-            yield self._case("closed", f"{kind}, {num_clients} clients", [kind], self._closed(kind, num_clients))
+            name = f"{kind}, {num_clients} clients"
+            yield self._case("closed", name, [kind], self._closed(kind, num_clients))
+            if num_clients > 1:
+                yield self._case("varying", name, [kind], self._closed(kind, num_clients, varying=True))
         for kind in kinds:
             rate = OPEN_SHARE * self._reached(kind)
             load = by_chance([(kind, rate, OPEN_REQUESTS / rate)], seed=1)
@@ -111,8 +113,8 @@ class _Bench:
         load = by_chance(phases, seed=1)
         yield self._case("changing", f"{PROMPTS}, {OUTPUTS} and back", [PROMPTS, OUTPUTS], partial(opened, load))
 
-    def _closed(self, kind: Kind, num_clients: int) -> Callable[[WorldShape], list[Outcome]]:
-        return lambda shape: closed(shape, kind, num_clients, max(48, 12 * num_clients))
+    def _closed(self, kind: Kind, num_clients: int, *, varying: bool = False) -> Callable[[WorldShape], list[Outcome]]:
+        return lambda shape: closed(shape, kind, num_clients, max(48, 12 * num_clients), varying=varying)
 
     def _reached(self, kind: Kind) -> float:
         """Requests a second, with the best constants."""
@@ -154,10 +156,12 @@ class _Bench:
 
     def _figures(self, outcomes: Sequence[Outcome], wanted_s: Mapping[Kind, float]) -> dict[str, float]:
         ends_s, num = max(one.last_token_s for one in outcomes), len(outcomes)
-        kept = sum(
-            one.keeps(wanted_s[Kind(one.arrival.num_input, one.arrival.num_output)], self._model.tpot_s)
-            for one in outcomes
-        )
+        longest_s = max(wanted_s.values())  # also of lengths that vary, which have the target of their kind
+
+        def ttft_of(arrival: Arrival) -> float:
+            return wanted_s.get(Kind(arrival.num_input, arrival.num_output), longest_s)
+
+        kept = sum(one.keeps(ttft_of(one.arrival), self._model.tpot_s) for one in outcomes)
         return {
             "tokens_per_s": round(sum(one.num_tokens for one in outcomes) / ends_s, 4),
             "kept_per_s": round(kept / ends_s, 6),

@@ -26,9 +26,18 @@ class Kind:
         return f"{self.num_input:,}/{self.num_output}"
 
 
-def closed(shape: WorldShape, kind: Kind, num_clients: int, num_requests: int) -> list[Outcome]:
-    """Each client asks again as soon as it is answered, until there were so many requests."""
-    return closed_of(shape, [(kind.num_input, kind.num_output)] * num_requests, num_clients)
+def closed(
+    shape: WorldShape, kind: Kind, num_clients: int, num_requests: int, *, varying: bool = False
+) -> list[Outcome]:
+    """Each client asks again as soon as it is answered, until there were so many requests; where they are `varying`,
+    each length is from half to one and a half of its kind's."""
+    rng = random.Random(1)
+
+    def lengths() -> tuple[int, int]:
+        of_input, of_output = (rng.uniform(0.5, 1.5) if varying else 1.0 for _ in range(2))
+        return round(kind.num_input * of_input), round(kind.num_output * of_output)
+
+    return closed_of(shape, [lengths() for _ in range(num_requests)], num_clients)
 
 
 def closed_of(shape: WorldShape, lengths: Sequence[tuple[int, int]], num_clients: int) -> list[Outcome]:

@@ -15,7 +15,12 @@ GOAL = 0.95
 # Where even the best constants keep the targets of fewer requests the load is beyond what the cluster can serve.
 _SERVED = 0.5
 
-_HOW = {"closed": "clients that ask again", "open": "by chance", "changing": "kinds that change"}
+_HOW = {
+    "closed": "clients that ask again",
+    "varying": "the same, lengths that vary",
+    "open": "by chance",
+    "changing": "kinds that change",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +66,17 @@ def section(content: dict[str, Any]) -> Iterator[str]:
         f"defaults ({befores}); with both, prompts go where they go by the law. A request is kept that has its first "
         "token within three times what it takes alone and "
         f"half a second, and each further one within {targets} on average; the law is told these targets. Goodput is "
-        "kept requests a second, of loads of which the oracle keeps at least half."
+        "kept requests a second, of loads of which the oracle keeps at least half. Lengths that vary are from half to "
+        "one and a half of what their load says. Where all are alike, a few clients go in step: all ask for prompts at "
+        "once, when decode has nobody to disturb, and then all generate. Each time decode is rightly given a part of "
+        "the prompts, and so they stay in step; where it computes none they spread, which is faster in the long run."
     )
     yield ""
     titles = "time model", "load", "figure", "points"
     columns = " | ".join(f"{whose} ÷ oracle: mean | least | ≥ {GOAL}" for whose in ("law", "before"))
     yield f"| {' | '.join(titles)} | {columns} |"
     yield f"|{'---|' * 10}"
-    misses: list[tuple[str, Ratio]] = []
+    misses: list[tuple[str, str, Ratio]] = []
     for model in models:
         for how, title in _HOW.items():
             for figure, name in (("tokens_per_s", "output tokens/s"), ("kept_per_s", "goodput")):
@@ -80,7 +88,7 @@ def section(content: dict[str, Any]) -> Iterator[str]:
                     num = sum(value >= GOAL for value in values)
                     cells += [f"{sum(values) / len(values):.2f}", f"{min(values):.2f}", f"{num} of {len(values)}"]
                 yield f"| {' | '.join(cells)} |"
-                misses += [(name, one) for one in found if one.law < GOAL]
+                misses += [(title, name, one) for one in found if one.law < GOAL]
     yield ""
     beyond = [one for model in models for one in ratios(model, "kept_per_s", tuple(_HOW), served=False)]
     if beyond:
@@ -96,11 +104,11 @@ def section(content: dict[str, Any]) -> Iterator[str]:
         return
     yield from wrapped(f"Goal: at least 0.95 of the oracle on every point: **missed** on {len(misses)}:")
     yield ""
-    yield "| time model | load | figure | law | oracle | law ÷ oracle | the oracle's constants |"
-    yield "|---|---|---|---|---|---|---|"
-    for name, one in sorted(misses, key=lambda each: each[1].law):
+    yield "| time model | load | | figure | law | oracle | law ÷ oracle | the oracle's constants |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for how, name, one in sorted(misses, key=lambda each: each[-1].law):
         figures = f"{one.law_figure:,.4g} | {one.best_figure:,.4g} | {one.law:.2f}"
-        yield f"| {one.model} | {one.case} | {name} | {figures} | {one.best} |"
+        yield f"| {one.model} | {one.case} | {how} | {name} | {figures} | {one.best} |"
 
 
 # --- the plot -----------------------------------------------------------------------------------------------------

@@ -78,8 +78,8 @@ class WorkerRegistry:
         self._pools = {role: Pool(role) for role in WORKER_ROLES}
         self._abilities = Abilities()
         self._num_members: Counter[Role] = Counter()
-        # Of prefill workers, tokens in a second of computation; of decode workers, seconds of the steps in which they
-        # compute prompts; of each worker, seconds for a token that it reads from a tier.
+        # Of prefill workers, tokens in a second of computation; of each worker, seconds for a token that it reads from
+        # a tier.
         self._prefill_speed = Learnt()
         self._chunk_speed = Learnt()  # of decode workers, prompt tokens in a second of steps with chunks of full size
         self._tier_reads: dict[WorkerKey, Learnt] = {}

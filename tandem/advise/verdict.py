@@ -209,7 +209,7 @@ class _Judgement:
         if not left:
             best = max(splits, key=lambda split: _size(goodput[split]))
             return Answer.COLOCATED, colocated, [f"No: serve this load colocated, as {colocated}.", *self._said(best)]
-        best = max(left, key=lambda split: len(self._of(split, Outcome.BETTER)) - len(self._of(split, Outcome.WORSE)))
+        best = max(left, key=self._merit)
         better, worse = self._of(best, Outcome.BETTER), self._of(best, Outcome.WORSE)
         unclear = any(self._of(split, Outcome.UNCLEAR) for split in left)
         if better and not worse:
@@ -229,6 +229,11 @@ class _Judgement:
             return Answer.UNCLEAR, colocated, [*words, *self._said(best)]
         words = [f"It makes no difference: stay colocated ({colocated}), which is simpler."]
         return Answer.SAME, colocated, [*words, *self._said(best)]
+
+    def _merit(self, split: Cluster) -> tuple[bool, bool, int]:
+        """For an order: who is better and nowhere worse, then who is better in something, then in more than worse."""
+        num_better, num_worse = len(self._of(split, Outcome.BETTER)), len(self._of(split, Outcome.WORSE))
+        return num_better > 0 == num_worse, num_better > 0, num_better - num_worse
 
     def _of(self, cluster: Cluster, outcome: Outcome) -> list[Comparison]:
         return [each for each in self.comparisons if each.cluster == cluster and each.outcome is outcome]

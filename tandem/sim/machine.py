@@ -143,7 +143,7 @@ class Machine:
         self.work.num_rows += num_rows
 
     def _end(self, batch: Batch, num_rows: int, seconds: float) -> None:
-        if self._limits.computes_prompts:
+        if self._scheduler.learns_steps:
             self._scheduler.note_step(num_rows, batch.num_chunk_tokens + batch.num_paced_tokens, seconds)
         self._scheduler.apply(batch, [[TOKEN] for item in batch.items if item.samples])
         self._on_step(self, batch)
@@ -180,7 +180,7 @@ class Machine:
         running, num = list(self._scheduler.running), len(ends_s)
         advance(self._scheduler, num, TOKEN)
         self._note(num, num * len(running), num * len(running), ends_s[-1] - self._began_s)
-        if self._limits.computes_prompts:
+        if self._scheduler.learns_steps:
             for began_s, end_s in pairwise((self._began_s, *ends_s)):
                 self._scheduler.note_step(len(running), 0, end_s - began_s)
         self._on_quiet(self, running, ends_s)

@@ -172,7 +172,7 @@ class World:
 
     def _ready(self, machine: Machine) -> None:
         self._takes_requests.add(machine.key)
-        self._show(machine)
+        self._tell(machine)  # as one that has nothing to do: decode may compute prompts
 
     def _leave(self, machine: Machine) -> None:
         self._takes_requests.discard(machine.key)

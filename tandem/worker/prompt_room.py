@@ -8,6 +8,7 @@ Of the numbers that leave all who wait for the step the time per token that they
 token of a prompt delays all together least: the step itself delays the prompts that wait, and as many that will have
 come behind them; what the tokens add delays them and each who generates. Where tokens add in proportion that is as many
 as leaves the step itself little of the delay, where some are free it is these, and where many prompts wait it is more.
+A number that looks bad is not taken again, so what was not seen for long is forgotten: the step may have been held up.
 
 Reference: the budget of tokens by the wanted time per token is Sarathi-Serve's (Agrawal et al., OSDI 2024), which
 profiles it beforehand.

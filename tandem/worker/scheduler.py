@@ -90,9 +90,10 @@ class BatchScheduler:
         self._copied: list[int] = []
         # What keeps pages that the pool evicts; `None`: nothing does.
         self.tiers: PageTiers | None = None
-        # How long steps take: bounds the chunks of prompts that yield, and of paced ones.
+        # How long steps take: the first bounds chunks of prompts that yield, the second those of paced ones.
         self.budget = StepBudget()
         self.prompt_room = PromptRoom()
+        self._bounds_chunks = False  # a prompt was computed that yields and is not paced: the cluster is colocated
 
     # -- coming and going
 
@@ -239,9 +240,15 @@ class BatchScheduler:
                 sequence.token_ids.extend(following)
                 num_to_publish -= self._publish(item, num_to_publish)
 
+    @property
+    def learns_steps(self) -> bool:
+        """Whether `note_step` has a use: else it would be work of every step for nothing."""
+        return self._bounds_chunks or self.limits.computes_prompts
+
     def note_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """A step that generated for so many sequences, and computed so many tokens of prompts, took so long."""
-        self.budget.note(num_rows, num_tokens, seconds)
+        if self._bounds_chunks:
+            self.budget.note(num_rows, num_tokens, seconds)
         if self.limits.computes_prompts:
             self.prompt_room.note(num_rows, num_tokens, seconds)
 
@@ -271,6 +278,7 @@ class BatchScheduler:
         """Tokens of prompts that leave those that generate the time per token that the most urgent of them wants. The
         first chunk always has a part of its full size: prompts go on also where the time cannot be kept."""
         if batch.most_beside is None:
+            self._bounds_chunks = True
             batch.most_beside = self._most_beside(batch)
         if batch.num_chunk_tokens:
             return max(0, batch.most_beside - batch.num_chunk_tokens)
@@ -314,9 +322,7 @@ class BatchScheduler:
         if not self.limits.computes_prompts:
             return NO_PROMPTS
         num_rows = sum(sequence.is_decode for sequence in self.running)
-        return self.prompt_room.steps(
-            num_rows, 1 + self.num_prompts, self.wanted_step_s, self._most_paced(num_rows)
-        )
+        return self.prompt_room.steps(num_rows, 1 + self.num_prompts, self.wanted_step_s, self._most_paced(num_rows))
 
     def _give_pages(self, batch: Batch, sequence: Sequence) -> bool:
         """Give a waiting sequence pages for all its tokens, cached ones first; or no page at all."""

@@ -368,8 +368,9 @@ class Supervisor:
         try:
             async with asyncio.timeout(FIND_TIMEOUT_S):
                 state = await handle.state()
-            adopted = replace(adopted, address=state.address, placement=state.placement, draining=state.draining)
-            adopted = replace(adopted, seat=handle.seat)
+            adopted = replace(
+                adopted, address=state.address, placement=state.placement, draining=state.draining, seat=handle.seat
+            )
         except TandemError as error:  # it has died, or Ray cannot tell: it must not live on beside its replacement
             _log.warning("%s cannot be adopted: %s", handle.name, error)
             await handle.kill()

@@ -143,6 +143,16 @@ def test_of_several_splits_the_best_is_named() -> None:
     assert "2+1 is worse in goodput (0.60 ×" in " ".join(both.words)
 
 
+def test_a_plain_yes_for_one_split_is_not_hidden_by_another() -> None:
+    """One that has as much more than it lacks; one that differs in nothing."""
+    clusters = (COLOCATED, SPLIT, THREE)
+    mixed = steady(tokens=120, ttft=0.1, tpot=0.04)
+    found = judged(steady(), mixed, steady(tokens=120), clusters=clusters)
+    assert (found.answer, found.cluster) == (Answer.SPLIT, THREE)
+    found = judged(steady(), steady(), steady(ttft=0.1, tpot=0.04), clusters=clusters)
+    assert (found.answer, found.cluster) == (Answer.DEPENDS, THREE)
+
+
 def test_a_figure_that_a_run_lacks_is_left_out() -> None:
     runs = [{**figures(), "tpot_s": None, "itl_s": None} for _ in range(3)]
     assert {each.figure for each in judged(runs, steady()[:3]).comparisons} == {"goodput", "throughput", "ttft"}

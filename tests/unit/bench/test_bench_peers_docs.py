@@ -277,16 +277,16 @@ FIGURES = (
 
 
 def test_the_page_shows_parts_beside_their_goals() -> None:
-    page = docs.page(None, of_parts(*FIGURES))
+    page = docs.page(None, of_parts=of_parts(*FIGURES))
     assert "No servers were compared yet" in page
     assert "| 30 % of a raw write of the same extents | ≤ 25 %: **missed** | one at a time |" in page
     assert "| 12,000 tokens/s | ≥ 10,000 tokens/s: reached | all at once |" in page
     assert "| exposed: raw write | 3.00 ms | 4.50 ms | 1,200 |" in page
     assert "| exposed: bytes | 50,331,648 |  |  |" in page
     assert "Warning" not in page
-    assert "others used 0.50 cores" in docs.page(None, of_parts(other_cores=0.5))
+    assert "others used 0.50 cores" in docs.page(None, of_parts=of_parts(other_cores=0.5))
     assert "## Parts" not in docs.page(content(run("tandem")))
-    assert "## Parts" in docs.page(content(run("tandem")), of_parts())
+    assert "## Parts" in docs.page(content(run("tandem")), of_parts=of_parts())
 
 
 def of_kernels(*shares: float, other_load: float = 0.0) -> dict[str, Any]:
@@ -312,12 +312,12 @@ def of_kernels(*shares: float, other_load: float = 0.0) -> dict[str, Any]:
 
 
 def test_the_page_shows_kernels_beside_the_limits_of_their_threads() -> None:
-    page = docs.page(None, None, of_kernels(0.9, 0.62))
+    page = docs.page(None, of_kernels=of_kernels(0.9, 0.62))
     assert "| limit | 1 thread | 2 threads |" in page
     assert "| products | 100 GFLOP/s | 200 GFLOP/s |" in page
     assert "| decode, batch 8 | 12.50 ms, 90% | 12.50 ms, 62% | ≥ 60%: reached |" in page
     assert "| sampling | 12.50 ms, 5% | 12.50 ms, 5% |  |" in page
     assert "Warning" not in page
-    page = docs.page(None, None, of_kernels(0.9, 0.59))
+    page = docs.page(None, of_kernels=of_kernels(0.9, 0.59))
     assert "| 12.50 ms, 90% | 12.50 ms, 59% | ≥ 60%: **missed** |" in page  # on any number of threads
-    assert "others used 0.40 cores" in docs.page(None, None, of_kernels(0.9, other_load=0.4))
+    assert "others used 0.40 cores" in docs.page(None, of_kernels=of_kernels(0.9, other_load=0.4))

@@ -172,3 +172,18 @@ def test_what_prompts_take_is_told_as_targets_leave_it() -> None:
     worker.scheduler.running[0].tpot_s = 1.0
     worker.scheduler.limits = replace(LIMITS, computes_prompts=True, paced_tokens=40)
     assert worker.scheduler.prompt_steps().num_tokens <= 39, "an operator's bound holds whatever the time"
+
+
+def test_steps_are_learnt_for_those_alone_who_ask() -> None:
+    """Of a split cluster's decode worker nobody asks how many tokens unpaced prompts may have."""
+    worker = Worker()
+    assert not worker.scheduler.learns_steps
+    worker.scheduler.limits = replace(LIMITS, computes_prompts=True)
+    for num_prompt in 4 * (700, 100, 1300, 60):
+        worker.add(num_prompt, 12, math.inf, paced=True)
+    while worker.scheduler.running or worker.scheduler.waiting:
+        worker.step()
+    assert worker.scheduler.learns_steps
+    assert worker.scheduler.budget.most_tokens(1, 1.0) is None
+    worker.learn()
+    assert worker.scheduler.budget.most_tokens(1, 1.0) is not None

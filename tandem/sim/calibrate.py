@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -128,7 +129,7 @@ def fit_shared(steps: Sequence[Step]) -> Fit:
     speeds = np.ones(shares.shape[1])
     for _ in range(_SHARED_ROUNDS):
         own_s = shares @ speeds
-        found = fit([replace(step, seconds=own) for step, own in zip(steps, own_s, strict=True)], outlier=np.inf)
+        found = fit([replace(step, seconds=own) for step, own in zip(steps, own_s, strict=True)], outlier=math.inf)
         said_s = np.array([found.times.seconds(step.terms) for step in steps])
         # Of the steps by how many computed meanwhile, what they say is in sum what they took, at these speeds.
         by_busy = shares / shares.sum(axis=1, keepdims=True)
@@ -209,7 +210,8 @@ def run(paths: Sequence[Path], out: Path | None, *, shared_cores: bool = False) 
         steps = [replace(step, seconds=float(seconds)) for step, seconds in zip(steps, own_s, strict=True)]
     table = Table("worker", "steps", "left out", "median off", "p90 off", "sum off", box=None)
     for name in sorted({step.worker for step in steps}):
-        table.add_row(name, *_shown(_judged(found.times, [step for step in steps if step.worker == name])))
+        own = [step for step in steps if step.worker == name]
+        table.add_row(name, *_shown(_judged(found.times, own, math.inf if shared_cores else _OUTLIER)))
     table.add_row("all", *_shown(found))
     for column in table.columns[1:]:
         column.justify = "right"

@@ -18,6 +18,10 @@ PARTS = ("exposed", "bandwidth", "admission", "ttft", "streaming", "routers", "p
 SCALE_PARTS = ("growth", "thousand", "azure")
 
 
+#: Models that `predict` knows.
+PREDICT_MODELS = ("embedded", "82m")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run one measurement; the exit code as `tandem`'s."""
     options = make_parser().parse_args(arguments)
@@ -40,6 +44,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_scale(commands)
     _add_conversations(commands)
     _add_simulated(commands)
+    _add_predict(commands)
     _add_accuracy(commands)
     _add_link(commands)
     _add_gpu(commands)
@@ -211,6 +216,25 @@ def _add_simulated(commands: Any) -> None:
     _add_json(command)
 
 
+def _add_predict(commands: Any) -> None:
+    command = add_command(
+        commands,
+        "predict",
+        "what simulations say of real clusters on this host, which they are fitted to; minutes",
+        "python -m benchmarks predict --json docs/figures/predict.json\n"
+        "python -m benchmarks predict --only embedded --repetitions 1",
+        _predict,
+    )
+    command.add_argument(
+        "--only", nargs="+", choices=PREDICT_MODELS, metavar="NAME",
+        help=f"these models alone: {', '.join(PREDICT_MODELS)} (default: all)",
+    )  # fmt: skip
+    command.add_argument(
+        "--repetitions", type=whole(1), default=5, metavar="N", help="of each predicted load (default: 5)"
+    )
+    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there; other models stay")
+
+
 def _add_accuracy(commands: Any) -> None:
     command = add_command(
         commands,
@@ -350,6 +374,13 @@ def _simulated(options: argparse.Namespace) -> int:
     from benchmarks.simulated import command
 
     command.run(options.json, command.SimulatedSizes(clusters=tuple(options.clusters), num_seqs=options.seqs))
+    return 0
+
+
+def _predict(options: argparse.Namespace) -> int:
+    from benchmarks.predict import command
+
+    command.run(options.json, options.only or PREDICT_MODELS, options.repetitions)
     return 0
 
 

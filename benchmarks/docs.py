@@ -1,7 +1,7 @@
 """Generate `docs/benchmarks.md` from the measurements in `docs/figures/`: `peers.json`, `peers_bfloat16.json`,
 `conversations.json`, `parts.json`, `placement.json`, `autoscale.json`, `scale.json`, `links.json`, `kernels.json`,
-`accuracy.json`, `host.json`, `simulated.json`, `gpu_check.json`, all of the folder `grid`; and of `law.json` a part of
-`docs/performance.md` and its plot.
+`accuracy.json`, `host.json`, `simulated.json`, `predict.json`, `gpu_check.json`, all of the folder `grid`; and of
+`law.json` a part of `docs/performance.md` and its plot.
 
     python -m benchmarks.docs                           write it
     python -m benchmarks.docs --check                   fail when the committed one is stale
@@ -59,6 +59,9 @@ from benchmarks.peers.origin import (
 from benchmarks.peers.turns import read
 from benchmarks.placement.section import FORMAT as PLACEMENT_FORMAT
 from benchmarks.placement.section import section as placement_section
+from benchmarks.predict.section import COMMAND as PREDICT_COMMAND
+from benchmarks.predict.section import FORMAT as PREDICT_FORMAT
+from benchmarks.predict.section import section as predict_section
 from benchmarks.scale.section import COMMAND as SCALE_COMMAND
 from benchmarks.scale.section import FORMAT as SCALE_FORMAT
 from benchmarks.scale.section import section as scale_section
@@ -442,6 +445,7 @@ SECTIONS = (
     _section("accuracy", ACCURACY_FORMAT, ACCURACY_COMMAND, accuracy_section),
     _section("host", HOST_FORMAT, "`python -m benchmarks host`", host_section),
     _section("simulated", SIMULATED_FORMAT, SIMULATED_COMMAND, simulated_section),
+    _section("predict", PREDICT_FORMAT, PREDICT_COMMAND, predict_section),
     _section("gpu", GPU_FORMAT, GPU_COMMAND, gpu_section, source="gpu_check"),
 )
 

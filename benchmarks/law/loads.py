@@ -31,21 +31,27 @@ def closed(
 ) -> list[Outcome]:
     """Each client asks again as soon as it is answered, until there were so many requests; where they are `varying`,
     each length is from half to one and a half of its kind's."""
-    more: list[Outcome] = []
     rng = random.Random(1)
 
-    def asked(number: int, at_s: float) -> Arrival:
+    def lengths() -> tuple[int, int]:
         of_input, of_output = (rng.uniform(0.5, 1.5) if varying else 1.0 for _ in range(2))
-        return Arrival(number, at_s, round(kind.num_input * of_input), round(kind.num_output * of_output))
+        return round(kind.num_input * of_input), round(kind.num_output * of_output)
+
+    return closed_of(shape, [lengths() for _ in range(num_requests)], num_clients)
+
+
+def closed_of(shape: WorldShape, lengths: Sequence[tuple[int, int]], num_clients: int) -> list[Outcome]:
+    """As `closed`, of requests with these tokens of prompt and output; who asks next takes the next one."""
+    more: list[Outcome] = []
 
     def answered(world: World, _: Outcome) -> None:
         number = num_clients + len(more)
-        if number < num_requests:
-            more.append(world.ask(asked(number, world.kernel.now_s)))
+        if number < len(lengths):
+            more.append(world.ask(Arrival(number, world.kernel.now_s, *lengths[number])))
 
     world = World(shape)
     world.on_end = partial(answered, world)
-    first = [asked(n, n * _APART_S) for n in range(num_clients)]
+    first = [Arrival(n, n * _APART_S, *each) for n, each in enumerate(lengths[:num_clients])]
     return [*world.run(first), *more]
 
 

@@ -116,9 +116,10 @@ def _checked(value: Any, hint: Any, metadata: types.MappingProxyType[Any, Any], 
 
 def _typed(value: Any, hint: Any, path: str) -> Any:
     if typing.get_origin(hint) is tuple:
-        if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
-            raise ConfigError(f"{path} must be a list of texts, not {value!r}", key=path)
-        return tuple(value)
+        of = typing.get_args(hint)[0]
+        if not isinstance(value, (list, tuple)) or (of is str and not all(isinstance(v, str) for v in value)):
+            raise ConfigError(f"{path} must be a list of {_LIST_WORDS[of]}, not {value!r}", key=path)
+        return tuple(_typed(each, of, f"{path}[{number}]") for number, each in enumerate(value))
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(value, float) and not math.isfinite(value):
@@ -129,3 +130,4 @@ def _typed(value: Any, hint: Any, path: str) -> Any:
 
 
 _TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_LIST_WORDS = {float: "numbers", str: "texts"}

@@ -22,7 +22,7 @@ SIMULATED_TOKEN_BYTES = 64
 """Of the pages of a simulated engine, which stand for the real ones."""
 
 #: What a scenario of `tandem sim` says beside: a simulated engine reads its file too, and has no use for it.
-OF_SIMULATIONS = ("pools", "network", "load", "tandem", "seed")
+OF_SIMULATIONS = ("pools", "cores", "network", "load", "tandem", "seed")
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,20 @@ class CardSpec:
 
 @dataclass(frozen=True)
 class FittedSpec:
-    """Seconds of a step as a sum, measured elsewhere."""
+    """Seconds of a step as a sum, measured elsewhere. No token takes less than nothing."""
 
     base_ms: float = key(10.0, "Of a step.", minimum=0)
     token_us: float = key(0.0, "Of each token that is computed.", minimum=0)
-    row_us: float = key(0.0, "Of each sequence that generates, beside its token.", minimum=0)
+    row_us: float = key(0.0, "Of each sequence that generates, beside its token; below 0: such a token costs less.")
     read_ns: float = key(0.0, "Of each token of context that is read.", minimum=0)
     pair_ns: float = key(0.0, "Of each pair of a computed token and one that it attends to.", minimum=0)
+
+    def __post_init__(self) -> None:
+        if self.token_us + self.row_us < -1e-9:
+            raise ConfigError(
+                f"a token that is generated would take {self.token_us + self.row_us:g} us; raise row_us",
+                key="fitted.row_us",
+            )
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,11 @@ def add_command_to(commands: Any, add_command: _AddCommand) -> None:
     calibrate.add_argument(
         "logs", type=Path, nargs="+", metavar="DIR_OR_FILE", help="what workers wrote with metrics.step_log"
     )
+    calibrate.add_argument(
+        "--shared-cores",
+        action="store_true",
+        help="all ran on one host and shared its cores: find how they slow each other down, too (`cores`)",
+    )
     calibrate.add_argument("--out", type=Path, metavar="FILE", help="write the times there, as a scenario has them")
 
 
@@ -49,4 +54,4 @@ def _run(options: argparse.Namespace) -> int:
 def _calibrate(options: argparse.Namespace) -> int:
     from tandem.sim.calibrate import run
 
-    return run(options.logs, options.out)
+    return run(options.logs, options.out, shared_cores=options.shared_cores)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,9 @@ from tandem.worker.step_log import COLUMNS, SUFFIX
 # Steps that took so many times as long as the others like them were held up by something else: a first use of memory,
 # another process. They are not of the model.
 _OUTLIER = 3.0
-_ROUNDS = 4
+_ROUNDS = 6
+# Of terms and speeds in turn: each is found from the other.
+_SHARED_ROUNDS = 40
 _FEWEST = 20
 
 _Numbers = npt.NDArray[np.float64]
@@ -29,11 +32,12 @@ _Numbers = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One that was taken; `worker` is its file's."""
+    """One that was taken; `worker` is its file's. `began_s`: by the clock of the host."""
 
     worker: str
     terms: Terms
     seconds: float
+    began_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,7 @@ class Fit:
         median_off, p90_off: of the steps' times, relative.
         total_off: of the sum of them all.
         num_left_out: steps that took several times what the model says.
+        speeds: while 1, 2, … workers compute, of a host's that share its cores; none: each has its own.
     """
 
     times: Fitted
@@ -52,6 +57,7 @@ class Fit:
     median_off: float
     p90_off: float
     total_off: float
+    speeds: tuple[float, ...] = ()
 
 
 def read_steps(paths: Iterable[Path]) -> list[Step]:
@@ -74,41 +80,91 @@ def _read(file: Path) -> Iterable[Step]:
             if tuple(next(rows, ())) != COLUMNS:
                 raise ConfigError(f"{file} is no step log; its first line must be {','.join(COLUMNS)}")
             for row in rows:
-                tokens, decode_rows, read, pairs, seconds = row
-                yield Step(worker, Terms(int(tokens), int(decode_rows), int(read), float(pairs)), float(seconds))
+                tokens, decode_rows, read, pairs, seconds, began_s = row
+                terms = Terms(int(tokens), int(decode_rows), int(read), float(pairs))
+                yield Step(worker, terms, float(seconds), float(began_s))
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{file} is no step log: {error}") from error
 
 
-def fit(steps: Sequence[Step]) -> Fit:
-    """The terms with no one below 0 whose sums are nearest, relative to each step's time.
+def fit(steps: Sequence[Step], *, outlier: float = _OUTLIER) -> Fit:
+    """The terms with no one below 0 whose sums are nearest to the steps' times, relative to what they say. So they say
+    what such steps take on average, also where a few take much longer.
+
+    Args:
+        outlier: steps that took so many times as long as the others like them are left out.
 
     Raises:
         ConfigError: there are too few steps.
     """
     if len(steps) < _FEWEST:
         raise ConfigError(f"{len(steps)} steps are too few to fit a model to; take {_FEWEST} or more, of several loads")
-    matrix = np.array([(1.0, t.num_tokens, t.num_rows, t.num_read, t.num_pairs) for t in (s.terms for s in steps)])
+    # Tokens of prompts and generated ones each have their own: the latter may cost less, not less than nothing.
+    matrix = np.array(
+        [(1.0, t.num_tokens - t.num_rows, t.num_rows, t.num_read, t.num_pairs) for t in (s.terms for s in steps)]
+    )
     seconds = np.array([step.seconds for step in steps])
     taken = np.ones(len(steps), dtype=bool)
+    said = seconds
     for _ in range(_ROUNDS):
-        found = _not_negative(matrix[taken] / seconds[taken, None])
-        ratio = seconds / np.maximum(matrix @ found, 1e-12)
-        kept = ratio < _OUTLIER * np.median(ratio)
-        if (kept == taken).all():
-            break
-        taken = kept
-    return _judged(Fitted(*(float(value) for value in found)), steps)
+        found = _not_negative(matrix[taken] / said[taken, None], seconds[taken] / said[taken])
+        said = np.maximum(matrix @ found, 1e-12)
+        ratio = seconds / said
+        taken = ratio < outlier * np.median(ratio)
+    base, token, row, read, pair = (float(value) for value in found)
+    return _judged(Fitted(base, token, row - token, read, pair), steps, outlier)
 
 
-def _not_negative(matrix: _Numbers) -> _Numbers:
-    """The x of no value below 0 for which `matrix @ x` is nearest to 1 (Lawson and Hanson, "Solving Least Squares
-    Problems", 1974, chapter 23)."""
+def fit_shared(steps: Sequence[Step]) -> Fit:
+    """As `fit`, of workers that share one host's cores; and how fast a step is while so many of them compute. Its
+    terms are of a step that is alone. What is off is told of the steps' times at these speeds. None is left out:
+    that a step waits for a core is what is looked for.
+
+    Raises:
+        ConfigError: there are too few steps.
+    """
+    shares = seconds_by_busy(steps)
+    speeds = np.ones(shares.shape[1])
+    for _ in range(_SHARED_ROUNDS):
+        own_s = shares @ speeds
+        found = fit([replace(step, seconds=own) for step, own in zip(steps, own_s, strict=True)], outlier=math.inf)
+        said_s = np.array([found.times.seconds(step.terms) for step in steps])
+        # Of the steps by how many computed meanwhile, what they say is in sum what they took, at these speeds.
+        by_busy = shares / shares.sum(axis=1, keepdims=True)
+        relative = np.linalg.lstsq(by_busy.T @ shares, by_busy.T @ said_s, rcond=None)[0]
+        speeds = _falling(relative / relative[0])
+    return replace(found, speeds=tuple(float(speed) for speed in speeds))
+
+
+def _falling(speeds: _Numbers) -> _Numbers:
+    """None is above the one before, or so low that a step would not end: what no step tells of is as what is near."""
+    return np.maximum(np.minimum.accumulate(speeds), 0.01)
+
+
+def seconds_by_busy(steps: Sequence[Step]) -> _Numbers:
+    """[num_steps, num_workers]: of each step the seconds in which 1, 2, … workers were computing."""
+    began_s = np.array([step.began_s for step in steps])
+    ended_s = began_s + np.array([step.seconds for step in steps])
+    moments = np.concatenate((began_s, ended_s))
+    order = np.argsort(moments, kind="stable")
+    moments = moments[order]
+    num_busy = np.cumsum(np.repeat((1, -1), len(steps))[order])
+    gaps_s = np.diff(moments)
+    found = []
+    for number in range(1, len({step.worker for step in steps}) + 1):
+        before_s = np.concatenate(((0.0,), np.cumsum(gaps_s * (num_busy[:-1] == number))))
+        found.append(before_s[np.searchsorted(moments, ended_s)] - before_s[np.searchsorted(moments, began_s)])
+    return np.stack(found, axis=1)
+
+
+def _not_negative(matrix: _Numbers, wanted: _Numbers) -> _Numbers:
+    """The x of no value below 0 for which `matrix @ x` is nearest to `wanted` (Lawson and Hanson, "Solving Least
+    Squares Problems", 1974, chapter 23)."""
     scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
     scaled = matrix / scale
-    gram, target = scaled.T @ scaled, scaled.T @ np.ones(len(matrix))
+    gram, target = scaled.T @ scaled, scaled.T @ wanted
     num = gram.shape[0]
     x, free = np.zeros(num), np.zeros(num, dtype=bool)
     for _ in range(10 * num):
@@ -139,15 +195,23 @@ def spec_of(times: Fitted) -> FittedSpec:
     )  # fmt: skip
 
 
-def run(paths: Sequence[Path], out: Path | None) -> int:
+def run(paths: Sequence[Path], out: Path | None, *, shared_cores: bool = False) -> int:
     """Print the fit of all steps and how near it comes to each worker's; write it to `out`."""
     steps = read_steps(paths)
-    found = fit(steps)
+    found = fit_shared(steps) if shared_cores else fit(steps)
     spec = spec_of(found.times)
-    tree = {"times": "fitted", "fitted": {name: float(f"{value:.6g}") for name, value in vars_of(spec).items()}}
+    tree: dict[str, object] = {
+        "times": "fitted",
+        "fitted": {name: float(f"{value:.6g}") for name, value in vars_of(spec).items()},
+    }
+    if shared_cores:
+        tree["cores"] = {"speeds": [float(f"{speed:.4g}") for speed in found.speeds]}
+        own_s = seconds_by_busy(steps) @ np.array(found.speeds)
+        steps = [replace(step, seconds=float(seconds)) for step, seconds in zip(steps, own_s, strict=True)]
     table = Table("worker", "steps", "left out", "median off", "p90 off", "sum off", box=None)
     for name in sorted({step.worker for step in steps}):
-        table.add_row(name, *_shown(_judged(found.times, [step for step in steps if step.worker == name])))
+        own = [step for step in steps if step.worker == name]
+        table.add_row(name, *_shown(_judged(found.times, own, math.inf if shared_cores else _OUTLIER)))
     table.add_row("all", *_shown(found))
     for column in table.columns[1:]:
         column.justify = "right"
@@ -168,10 +232,10 @@ def vars_of(spec: FittedSpec) -> dict[str, float]:
     return {name: getattr(spec, name) for name in FittedSpec.__dataclass_fields__}
 
 
-def _judged(times: Fitted, steps: Sequence[Step]) -> Fit:
+def _judged(times: Fitted, steps: Sequence[Step], outlier: float = _OUTLIER) -> Fit:
     said = np.array([times.seconds(step.terms) for step in steps])
     seconds = np.array([step.seconds for step in steps])
-    taken = seconds < _OUTLIER * said
+    taken = seconds < outlier * said
     if not taken.any():
         taken = ~taken
     said, seconds = said[taken], seconds[taken]

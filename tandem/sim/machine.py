@@ -13,6 +13,7 @@ from router.policy.worker_load import WorkerLoad
 from tandem.core.identity import Role, WorkerKey
 from tandem.core.pages import PagePool
 from tandem.core.step_times import StepTimes
+from tandem.sim.cores import SharedCores
 from tandem.sim.kernel import Kernel
 from tandem.sim.quiet import advance, quiet_steps, quiet_times
 from tandem.worker.batch import Batch, SchedulerLimits
@@ -47,6 +48,7 @@ class Machine:
     on_quiet: called with the sequences of several steps in which nothing happened but a token for each, and with the
         times of their ends, which have come; afterwards `on_step` is not called for them.
     looks_at_s: when what `on_step` or `on_quiet` do is wanted again; `None`: after each step, one by one.
+    cores: that it shares with others; it then takes its steps one by one. `None`: it has its own.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Machine:
         on_step: Callable[[Machine, Batch], None],
         on_quiet: Callable[[Machine, Sequence[Choice], Sequence[float]], None],
         looks_at_s: Callable[[Machine], float] | None,
+        cores: SharedCores | None = None,
     ) -> None:
         page_size = kv_format.layout.page_size
         self.key, self.role = key, role
@@ -75,7 +78,8 @@ class Machine:
         self._on_preempted = on_preempted
         self._kernel, self._times, self._limits, self._on_step = kernel, times, limits, on_step
         self._kv_format = kv_format
-        self._on_quiet, self._looks_at_s = on_quiet, looks_at_s
+        self._on_quiet, self._looks_at_s = on_quiet, looks_at_s if cores is None else None
+        self._cores = cores
         self._is_busy = False
         self._began_s = 0.0
         self.step_began_s = 0.0  # the last one that was planned by itself
@@ -120,7 +124,17 @@ class Machine:
         if batch.num_paced_tokens:
             self.work.num_mixed_steps += 1
             self.work.mixed_s += seconds
+        if self._cores is not None:
+            self._cores.run(seconds, lambda: self._end_shared(batch, num_rows, seconds))
+            return
         self._kernel.after(seconds if left_s is None else left_s, lambda: self._end(batch, num_rows, seconds))
+
+    def _end_shared(self, batch: Batch, num_rows: int, alone_s: float) -> None:
+        seconds = self._kernel.now_s - self.step_began_s
+        self.work.busy_s += seconds - alone_s
+        if batch.num_paced_tokens:
+            self.work.mixed_s += seconds - alone_s
+        self._end(batch, num_rows, seconds)
 
     def _note(self, num_steps: int, num_tokens: int, num_rows: int, seconds: float) -> None:
         self.work.num_steps += num_steps

@@ -51,6 +51,19 @@ class NetworkSpec:
 
 
 @dataclass(frozen=True)
+class CoresSpec:
+    """Of one host, on which all workers compute."""
+
+    speeds: tuple[float, ...] = key(
+        (), "Of each step while 1, 2, … workers compute; more share what is left. Empty: each has its own cores."
+    )
+
+    def __post_init__(self) -> None:
+        if any(speed <= 0 for speed in self.speeds):
+            raise ConfigError(f"a step at a speed of {min(self.speeds):g} never ends; take more", key="cores.speeds")
+
+
+@dataclass(frozen=True)
 class LoadSpec:
     """Requests: of a trace, or drawn."""
 
@@ -72,6 +85,7 @@ class Scenario(TimeModel):
     """All that a simulation needs."""
 
     pools: PoolsSpec = field(default_factory=PoolsSpec)
+    cores: CoresSpec = field(default_factory=CoresSpec)
     network: NetworkSpec = field(default_factory=NetworkSpec)
     load: LoadSpec = field(default_factory=LoadSpec)
     tandem: Config = field(default_factory=Config)
@@ -97,6 +111,7 @@ class Scenario(TimeModel):
             ttft_s=config.slo.ttft_ms / 1000 or ttft_s,
             tpot_s=config.slo.tpot_ms / 1000 or tpot_s,
             settings=Settings(config.pools.utilisation, config.pools.shrink_delay_s),
+            speeds=self.cores.speeds,
         )
 
     @property

@@ -26,6 +26,7 @@ from tandem.core.identity import Role, WorkerKey
 from tandem.core.pages import page_table, pages_for
 from tandem.core.sampling import SamplingParams
 from tandem.core.step_times import StepTimes
+from tandem.sim.cores import SharedCores
 from tandem.sim.figures import Figures
 from tandem.sim.fleet import Fleet
 from tandem.sim.kernel import Kernel
@@ -68,6 +69,7 @@ class WorldShape:
     change_s: in which one that holds nothing changes its role.
     ttft_s, tpot_s: by when tokens are wanted.
     settings: of the law by which pools follow their load.
+    speeds: of steps while so many workers compute, where all share one host's cores; none: each has its own.
     """
 
     prefill: PoolShape
@@ -85,6 +87,7 @@ class WorldShape:
     ttft_s: float = 1.0
     tpot_s: float = 0.05
     settings: Settings = field(default_factory=Settings)
+    speeds: tuple[float, ...] = ()
 
     @property
     def is_colocated(self) -> bool:
@@ -146,9 +149,11 @@ class World:
     _told: dict[WorkerKey, Work] = field(default_factory=dict, init=False)  # what it had done by then
     _takes_requests: set[WorkerKey] = field(default_factory=set, init=False)
     _prefill_speed: Learnt = field(default_factory=Learnt, init=False)  # tokens a second of computation
+    _cores: SharedCores | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         shape = self.shape
+        self._cores = SharedCores(self.kernel, shape.speeds) if shape.speeds else None
         self.fleet = Fleet(self.kernel, self._make, self._ready, self._leave, shape.flexible, shape.change_s)
         self.figures = Figures(shape.ttft_s, shape.tpot_s)
         if self.scaler is None and shape.ranges:
@@ -166,6 +171,7 @@ class World:
             times=pool.times or self.shape.times, kv_format=self.shape.kv_format,
             on_preempted=self._preempted, on_step=self._stepped,
             on_quiet=self._stepped_quietly, looks_at_s=looks_at_s if role is Role.DECODE else None,
+            cores=self._cores,
         )  # fmt: skip
         self._waiting[key], self._link_free_s[key] = deque(), 0.0
         self._told_s[key], self._told[key] = -self.shape.report_s, Work()

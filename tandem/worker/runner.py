@@ -114,7 +114,7 @@ class Runner:
             else:
                 terms = terms_of(batch)
                 self._step(hooks, batch)
-                self._step_log.note(terms, time.monotonic() - began_s)
+                self._step_log.note(terms, time.monotonic() - began_s, began_s)
             return
         hooks.going_idle()
         if self._step_log is not None:

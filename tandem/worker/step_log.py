@@ -10,11 +10,12 @@ from tandem.worker.batch import Batch
 
 _log = logging.getLogger(__name__)
 
-COLUMNS = ("num_tokens", "num_rows", "num_read", "num_pairs", "seconds")
-"""Those of `Terms`, and the time from one step's planning to the end of its booking."""
+COLUMNS = ("num_tokens", "num_rows", "num_read", "num_pairs", "seconds", "began_s")
+"""Those of `Terms`, the time from one step's planning to the end of its booking, and when that began by the monotonic
+clock, which all workers of a host share."""
 
 SUFFIX = ".steps.csv"
-# Two files of so much are kept: a step takes some 40 bytes.
+# Two files of so much are kept: a step takes some 50 bytes.
 _MOST_BYTES = 16 << 20
 _AT_ONCE = 128  # steps between two writes
 
@@ -42,10 +43,10 @@ class StepLog:
         self._file = self.path.open("wb", buffering=0)
         self._num_bytes = self._file.write(f"{','.join(COLUMNS)}\n".encode())
 
-    def note(self, terms: Terms, seconds: float) -> None:
+    def note(self, terms: Terms, seconds: float, began_s: float) -> None:
         """One step."""
         self._lines.append(
-            f"{terms.num_tokens},{terms.num_rows},{terms.num_read},{terms.num_pairs:.1f},{seconds:.7f}\n"
+            f"{terms.num_tokens},{terms.num_rows},{terms.num_read},{terms.num_pairs:.1f},{seconds:.7f},{began_s:.7f}\n"
         )
         if len(self._lines) >= _AT_ONCE:
             self.flush()

@@ -14,7 +14,10 @@ from tandem.cli import main
 from tandem.core.errors import ConfigError
 from tandem.core.step_times import Fitted, Terms
 from tandem.core.time_model import read_time_model
-from tandem.sim.calibrate import Step, fit, read_steps
+from tandem.sim.calibrate import Step, fit, fit_shared, read_steps, seconds_by_busy
+from tandem.sim.cores import SharedCores
+from tandem.sim.kernel import Kernel
+from tandem.sim.scenario import read_scenario
 from tandem.worker.step_log import SUFFIX, StepLog
 
 TRUE = Fitted(0.004, of_token_s=2e-5, of_row_s=1e-5, of_read_s=3e-8, of_pair_s=1e-9)
@@ -61,6 +64,43 @@ def test_steps_that_something_else_held_up_are_left_out() -> None:
     assert found.times.seconds(steps[0].terms) == pytest.approx(steps[0].seconds, rel=0.02)
 
 
+def steps_on_shared_cores(speeds: tuple[float, ...], noise: float = 0.0, until_s: float = 20.0) -> list[Step]:
+    """Of as many workers as there are speeds, which rest now and then."""
+    kernel, rng, found = Kernel(0.0), random.Random(3), list[Step]()
+    cores = SharedCores(kernel, speeds)
+
+    def begin(worker: str) -> None:
+        one, began_s = terms(rng), kernel.now_s
+
+        def end() -> None:
+            found.append(Step(worker, one, kernel.now_s - began_s, began_s))
+            if kernel.now_s < until_s:
+                kernel.after(rng.choice((0.0, 0.0, 0.0, 0.2)), lambda: begin(worker))
+
+        cores.run(TRUE.seconds(one) * (1 + rng.uniform(-noise, noise)), end)
+
+    for number in range(len(speeds)):
+        begin(f"decode-{number}")
+    kernel.run_all()
+    return found
+
+
+def test_how_workers_slow_each_other_down_is_found_beside_what_steps_take_alone() -> None:
+    speeds = 1.0, 0.9, 0.6, 0.45
+    found = fit_shared(steps_on_shared_cores(speeds, noise=0.1))
+    assert found.speeds == pytest.approx(speeds, rel=0.05)
+    rng = random.Random(2)
+    for one in (terms(rng) for _ in range(50)):
+        assert found.times.seconds(one) == pytest.approx(TRUE.seconds(one), rel=0.05)
+    assert found.median_off < 0.06
+
+
+def test_of_each_step_the_seconds_are_counted_by_how_many_computed() -> None:
+    one = Terms(1, 1, 1, 1.0)
+    steps = [Step("a", one, 4.0, 10.0), Step("b", one, 1.0, 11.0), Step("b", one, 3.0, 13.0)]
+    assert seconds_by_busy(steps).tolist() == [[2.0, 2.0], [0.0, 1.0], [2.0, 1.0]]
+
+
 def test_too_few_steps_are_said() -> None:
     with pytest.raises(ConfigError, match="19 steps are too few"):
         fit(steps_of(TRUE, num=19))
@@ -69,7 +109,7 @@ def test_too_few_steps_are_said() -> None:
 def test_the_command_writes_what_a_scenario_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = StepLog(tmp_path / "logs", "decode-0")
     for step in steps_of(TRUE):
-        log.note(step.terms, step.seconds)
+        log.note(step.terms, step.seconds, step.began_s)
     log.close()
     out = tmp_path / "times.yaml"
     assert main(["sim", "calibrate", str(tmp_path / "logs"), "--out", str(out)]) == 0
@@ -80,10 +120,22 @@ def test_the_command_writes_what_a_scenario_reads(tmp_path: Path, capsys: pytest
     assert yaml.safe_load(out.read_text())["times"] == "fitted"
 
 
+def test_the_command_writes_speeds_of_shared_cores_as_a_scenario_reads_them(tmp_path: Path) -> None:
+    speeds = 1.0, 0.7
+    logs = {name: StepLog(tmp_path / "logs", name) for name in ("decode-0", "decode-1")}
+    for step in steps_on_shared_cores(speeds):
+        logs[step.worker].note(step.terms, step.seconds, step.began_s)
+    for log in logs.values():
+        log.close()
+    out = tmp_path / "times.yaml"
+    assert main(["sim", "calibrate", str(tmp_path / "logs"), "--shared-cores", "--out", str(out)]) == 0
+    assert read_scenario(out).shape().speeds == pytest.approx(speeds, rel=0.02)
+
+
 def test_the_newest_steps_are_kept_in_two_files(tmp_path: Path) -> None:
     log = StepLog(tmp_path, "prefill-3", most_bytes=8000)
     for number in range(2000):
-        log.note(Terms(number + 1, 0, 1, 1.0), 0.5)
+        log.note(Terms(number + 1, 0, 1, 1.0), 0.5, 1.0)
     log.flush()
     steps = read_steps([tmp_path])
     numbers = sorted(step.terms.num_tokens for step in steps)
@@ -98,7 +150,7 @@ def test_a_new_life_of_a_worker_begins_its_log_anew(tmp_path: Path) -> None:
     for seconds in (0.1, 0.01):
         log = StepLog(tmp_path, "decode-0", most_bytes=8000)
         for number in range(600):
-            log.note(Terms(number + 1, 0, 1, 1.0), seconds)
+            log.note(Terms(number + 1, 0, 1, 1.0), seconds, 1.0)
         log.close()
     assert {step.seconds for step in read_steps([tmp_path])} == {0.01}
 
@@ -108,7 +160,7 @@ def test_a_full_disk_ends_the_log_and_says_so(tmp_path: Path, caplog: pytest.Log
     log._file.close()
     log._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 - the log closes it
     for _ in range(1000):
-        log.note(Terms(1, 1, 1, 1.0), 0.5)
+        log.note(Terms(1, 1, 1, 1.0), 0.5, 1.0)
     log.close()
     assert "no more steps are written" in caplog.text
 

@@ -1,0 +1,1 @@
+"""The simulator held against its own cluster: calibrated on two loads, and asked what others will do."""

@@ -1,0 +1,117 @@
+"""Measure a cluster under all loads, and ask simulations of it what it would have shown."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.predict.loads import Load
+from benchmarks.predict.real import ClusterSpec, Run, running, steps_of
+from benchmarks.predict.simulated import GOALS, Figures, is_met, off, simulated
+from tandem.core.config_tree import build
+from tandem.sim.calibrate import Fit, Step, fit_shared, spec_of, vars_of
+from tandem.sim.scenario import Scenario
+from tandem.sim.world import WorldShape
+
+# Pages in memory that both workers map: what a handoff takes beside is its latency.
+_GB_PER_S = 2.0
+# Seeds: no two loads have one.
+_SETTLING, _ALONE, _MANY, _PREDICTED = range(4)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cluster, and what it is measured under.
+
+    Attributes:
+        alone, many: the loads that are fitted to; the first has one request at a time.
+        scenario: of a simulation: the room of its workers, its model, its settings; times and network are found.
+        times: of steps, where they are known: nothing is fitted but the network.
+    """
+
+    name: str
+    cluster: ClusterSpec
+    longest: int
+    alone: Load
+    many: Load
+    predicted: Sequence[Load]
+    scenario: Mapping[str, Any]
+    times: Mapping[str, float] | None = None
+
+
+async def measure(case: Case, num_repetitions: int, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Plain data: what was fitted, and of each load what was said and what was measured."""
+    with tempfile.TemporaryDirectory(prefix="tandem-predict-") as name:
+        directory = Path(name)
+        async with running(directory, case.cluster, case.longest) as cluster:
+            tell(f"{case.name}: to calibrate")
+            await cluster.run(case.many, _SETTLING)  # memory is used for the first time, and kernels are made
+            alone, many = await cluster.run(case.alone, _ALONE), await cluster.run(case.many, _MANY)
+            repeated: list[list[Run]] = []
+            for seed, load in enumerate(case.predicted, _PREDICTED):
+                tell(f"{case.name}: {load.name}")
+                repeated.append([await cluster.run(load, seed, number) for number in range(num_repetitions)])
+        return content(case, alone, many, repeated, await steps_of(directory))
+
+
+def content(
+    case: Case, alone: Run, many: Run, repeated: Sequence[Sequence[Run]], steps: Sequence[Step]
+) -> dict[str, Any]:
+    """What is found of real runs: plain data, as of `measure`."""
+    found = None if case.times is not None else fit_shared(alone.steps(steps) + many.steps(steps))
+    tree = scenario_tree(case, found, alone, steps)
+    shape = build(Scenario, tree).shape()
+    return {
+        "name": case.name,
+        "num_of_each": case.cluster.num_of_each,
+        "scenario": tree,
+        "fit": None if found is None else {"median_off": found.median_off, "p90_off": found.p90_off, "num": found.num},
+        "calibration": [compared(shape, [run]) for run in (alone, many)],
+        "loads": [compared(shape, runs) for runs in repeated],
+    }
+
+
+def scenario_tree(case: Case, found: Fit | None, alone: Run, steps: Sequence[Step]) -> dict[str, Any]:
+    """The keys of a scenario of this cluster."""
+    message_s, handoff_s = network(alone, steps)
+    fitted = vars_of(spec_of(found.times)) if found is not None else dict(case.times or {})
+    return {
+        **case.scenario,
+        "times": "fitted",
+        "fitted": fitted,
+        "cores": {"speeds": list(found.speeds) if found is not None else []},
+        "network": {"message_us": message_s * 1e6, "latency_us": handoff_s * 1e6, "gb_per_s": _GB_PER_S},
+    }
+
+
+def network(alone: Run, steps: Sequence[Step]) -> tuple[float, float]:
+    """Seconds of a first token beside the steps of its prompt, and of a second one beside a step: of requests that
+    come one at a time."""
+    prefill_s = sum(step.seconds for step in alone.steps(steps) if not step.terms.num_rows)
+    ttft_s = sum(record.ttft_s for record in alone.records)
+    gaps = [record.itl_s for record in alone.records if len(record.event_s) > 2]
+    second_s = sum(each[0] for each in gaps) / len(gaps)
+    later_s = sum(sum(each[1:]) / (len(each) - 1) for each in gaps) / len(gaps)
+    return max(0.0, ttft_s - prefill_s) / len(alone.records), max(0.0, second_s - later_s)
+
+
+def compared(shape: WorldShape, runs: Sequence[Run]) -> dict[str, Any]:
+    """What is said of a load, and what its runs have shown."""
+    first = runs[0]
+    said, shown = simulated(shape, first.load, first.records), [run.figures for run in runs]
+    return {
+        "load": first.load.name,
+        "num_requests": len(first.records),
+        "duration_s": first.ended_s - first.began_s,
+        "said": said.as_json(),
+        "measured": [figures.as_json() for figures in shown],
+        "figures": {name: judged(name, said, shown) for name in GOALS},
+    }
+
+
+def judged(name: str, said: Figures, shown: Sequence[Figures]) -> dict[str, Any]:
+    one, runs = getattr(said, name), [getattr(figures, name) for figures in shown]
+    return {"off": off(one, runs), "is_met": is_met(name, one, runs)}

@@ -1,0 +1,61 @@
+"""Predictions beside what was measured, as a section of `docs/benchmarks.md`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.predict.simulated import GOALS
+from benchmarks.text import wrapped
+
+FORMAT = "tandem-predict/1"
+COMMAND = "`python -m benchmarks predict`"
+
+_TITLES = {
+    "output_tokens_per_s": "tokens/s", "e2e_s": "mean E2E", "tpot_s": "mean TPOT", "ttft_p50_s": "TTFT p50",
+    "ttft_p99_s": "TTFT p99",
+}  # fmt: skip
+
+
+def section(content: dict[str, Any]) -> Iterator[str]:
+    """A table for each model."""
+    yield ""
+    yield "## The simulator beside its own cluster"
+    yield ""
+    goals = ", ".join(f"{_TITLES[name]} {goal:.0%}" for name, goal in GOALS.items())
+    yield from wrapped(
+        f"Measured by {COMMAND}: real clusters whose workers share this host's cores. Times of steps, and how workers "
+        "slow each other down, are fitted to what the workers wrote of the first two loads; what a first and a second "
+        "token take beside steps, to the first. The other loads are only asked about: closed ones as so many clients, "
+        "open ones with the times at which requests were sent. A cell is how far off the simulation was of the mean "
+        f"of the runs. Goals: {goals}, or as far off as one of the runs is, where that is more; what misses is bold."
+    )
+    for name, model in content["models"].items():
+        yield from _model(name, model)
+
+
+def _model(name: str, model: dict[str, Any]) -> Iterator[str]:
+    machine, num, loads = model["machine"], model["num_of_each"], model["loads"]
+    num_met = sum(figure["is_met"] for load in loads for figure in load["figures"].values())
+    speeds = ", ".join(f"{speed:.2f}" for speed in model["scenario"]["cores"]["speeds"])
+    fit = model["fit"]
+    yield ""
+    yield from wrapped(
+        f"{num}P{num}D, model {name}, {machine['cpu']}, {machine['num_cores']} cores, {model['date'][:10]}, sources "
+        f"{model['code']['digest']}. Half of {fit['num']:,} steps are within {fit['median_off']:.1%} of the fit, nine "
+        f"of ten within {fit['p90_off']:.1%}; a step's speed while 1, 2, … workers compute is {speeds}. Met: {num_met} "
+        f"of {len(loads) * len(GOALS)} figures."
+    )
+    yield ""
+    yield f"| load | runs | {' | '.join(_TITLES.values())} |"
+    yield "|---|---|" + "---|" * len(_TITLES)
+    for kind in ("calibration", "loads"):
+        for load in model[kind]:
+            cells = (_cell(load["figures"][name]) for name in GOALS)
+            suffix = ", fitted to" if kind == "calibration" else ""
+            yield f"| {load['load']}{suffix} | {len(load['measured'])} | {' | '.join(cells)} |"
+
+
+def _cell(figure: dict[str, Any]) -> str:
+    text = f"{figure['off']:+.1%}"
+    return text if figure["is_met"] else f"**{text}**"

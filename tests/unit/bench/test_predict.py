@@ -1,0 +1,60 @@
+"""Predictions and what they are held against."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from benchmarks.predict.loads import Load, calibration, predicted
+from benchmarks.predict.simulated import GOALS, Figures, figures_of, is_met, off, outcomes
+from tandem.bench.load.records import RequestRecord
+from tandem.core.config_tree import build
+from tandem.sim.load import Lengths
+from tandem.sim.scenario import Scenario
+
+SCENARIO = {"times": "fitted", "fitted": {"base_ms": 10}, "network": {"message_us": 1000, "latency_us": 0}}
+
+
+def record(number: int, sent_s: float, num_input: int, num_output: int) -> RequestRecord:
+    return RequestRecord(number, num_input, num_output, sent_s, 0.0, num_output=num_output)
+
+
+def test_a_closed_load_is_asked_by_as_many_clients_whatever_times_were_recorded() -> None:
+    load = Load("closed", 6, Lengths(10), Lengths(5), num_clients=2)
+    found = outcomes(build(Scenario, SCENARIO).shape(), load, [record(n, 99.0, 10 + n, 5) for n in range(6)])
+    assert [one.arrival.num_input for one in found] == [10, 11, 12, 13, 14, 15]
+    open_at = [sum(a.arrival.arrived_s <= b.arrival.arrived_s < a.last_token_s for a in found) for b in found]
+    assert max(open_at) == 2
+    assert max(one.last_token_s for one in found) < 1.0
+
+
+def test_an_open_load_comes_when_it_was_sent() -> None:
+    load = Load("open", 3, Lengths(10), Lengths(5), rate=1.0)
+    found = outcomes(build(Scenario, SCENARIO).shape(), load, [record(n, 2.0 * n, 10, 5) for n in range(3)])
+    assert [one.arrival.arrived_s for one in found] == [0.0, 2.0, 4.0]
+    figures = figures_of(found)
+    assert figures.output_tokens_per_s == pytest.approx(15 / found[-1].last_token_s)
+    assert figures.ttft_p50_s == pytest.approx(0.011, rel=0.01)
+    assert figures.tpot_s == pytest.approx(0.01, rel=0.01)
+
+
+def test_a_figure_is_met_within_its_goal_or_the_spread_of_the_runs() -> None:
+    assert off(1.1, [0.9, 1.1]) == pytest.approx(0.1)
+    assert is_met("e2e_s", 1.04, [1.0, 1.0])
+    assert not is_met("e2e_s", 1.06, [1.0, 1.0])
+    assert is_met("e2e_s", 1.09, [0.9, 1.1])
+    assert not is_met("e2e_s", 1.11, [0.9, 1.1])
+    assert set(GOALS) == {field.name for field in dataclasses.fields(Figures)}
+
+
+def test_loads_differ_and_those_that_are_asked_about_are_not_fitted_to() -> None:
+    loads = [*calibration(1.0, 1000), *predicted(1.0, 1000, 3.0)]
+    assert len({load.name for load in loads}) == len(loads) == 7
+    assert {load.shape.name for load in loads} == {"closed", "poisson", "trace"}
+    for load in loads:
+        entries = load.entries(1, 1000)
+        assert entries == load.entries(1, 1000)
+        assert max(max(entry.num_input, entry.num_output) for entry in entries) <= 1000
+    bursts = loads[-1].entries(1, 1000)
+    assert [entry.arrival_s for entry in bursts[6:10]] == [0.0, 0.0, loads[-1].every_s, loads[-1].every_s]

@@ -1,4 +1,7 @@
-"""A pool that follows its load, on one host under Ray: load up, and a worker comes and serves; load gone, it goes."""
+"""Pools that follow their load, on one host under Ray: load up, and a worker comes and serves; load gone, it goes.
+
+Where there is no place for another one, it comes from the other pool.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,15 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import CACHE_BYTES, Clients, Serve
+from serving import CACHE_BYTES, Clients, Rays, Serve
 
+from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.processes]
 
 NUM_CLIENTS = 4
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
 
 
 class LongPrompts(Clients):
@@ -93,3 +98,49 @@ def test_a_worker_comes_with_the_load_and_leaves_after_it(tmp_path: Path) -> Non
         assert serve.interrupt() == 0, serve.output
     finally:
         serve.clean_up()
+
+
+def pids(cluster: dict[str, Any]) -> dict[str, int]:
+    return {each["member"]["worker_id"]: each["member"]["pid"] for each in cluster["workers"]}
+
+
+def test_where_no_node_has_a_place_a_worker_comes_from_the_other_pool(tmp_path: Path) -> None:
+    rays, port, pool = Rays(tmp_path), free_port(), {"threads": 1}
+    try:
+        rays.env |= TOKEN
+        places = '--resources={"prefill": 1, "decode": 2}'
+        rays.start("--head", "--include-dashboard=false", f"--port={port}", places, mode="token")
+        serve = Serve(
+            tmp_path,
+            "--address", f"127.0.0.1:{port}", "--prefill", "1:2", "--decode", "2",
+            env=TOKEN,
+            security={"tls": "off"},
+            pools={"prefill": pool, "decode": pool, "flexible": 1, "utilisation": 0.3, "shrink_delay_s": 600.0},
+            cache={"memory_bytes": CACHE_BYTES},
+            transport={"lease_s": 3.0},
+            scheduling={"mixed_pool": False},
+        )  # fmt: skip
+        try:
+            serve.wait_ready()
+            first = pids(serve.status())
+            assert set(first) == {"prefill-0", "decode-0", "decode-1"}
+            run = serve.tandem("scale", "--decode", "1:2")
+            assert run.returncode == 0, run.stderr
+            with LongPrompts(serve) as load:
+                changed = serve.until(
+                    lambda cluster: cluster["settled"] and pool_of(cluster, "prefill")["ready"] == 2, 120
+                )
+                came = next(name for name in pids(changed) if name.startswith("prefill") and name != "prefill-0")
+                wait_until(lambda: computed(serve.status(), came), "it serves", 30, wanted=bool, every_s=0.5)
+            assert not load.failures
+            assert set(pids(changed).values()) == set(first.values()), "none was started, and none has ended"
+            assert pool_of(changed, "decode")["wanted"] == 1
+            assert "a worker goes from decode to prefill: " in serve.tandem("status", "--why").stdout
+            metrics = httpx.get(f"{serve.url}/metrics").text
+            (line,) = [line for line in metrics.splitlines() if 'outcome="taken"' in line and 'role="prefill"' in line]
+            assert line.endswith(" 1.0")
+        finally:
+            serve.interrupt()
+            serve.clean_up()
+    finally:
+        rays.end()

@@ -20,13 +20,17 @@ def add_command_to(commands: Any, add_command: _AddCommand) -> None:
         subcommands,
         "run",
         "simulate what a file describes, and print latencies, throughput and how busy the pools were",
-        "tandem sim run scenarios/two_of_each.yaml\ntandem sim run my.yaml --json found.json",
+        "tandem sim run scenarios/two_of_each.yaml\ntandem sim run my.yaml --json found.json --timeline found.html",
         _run,
     )
     run.add_argument(
         "scenario", type=Path, metavar="FILE", help="YAML: cluster, times of steps, load; see docs/simulator.md"
     )
     run.add_argument("--json", type=Path, metavar="FILE", help="write everything there, each request among it")
+    run.add_argument(
+        "--timeline", type=Path, metavar="FILE",
+        help="draw there what each worker did over time: a page (.html), or a picture (.png; needs the `bench` extra)",
+    )  # fmt: skip
     calibrate = add_command(
         subcommands,
         "calibrate",
@@ -48,7 +52,7 @@ def add_command_to(commands: Any, add_command: _AddCommand) -> None:
 def _run(options: argparse.Namespace) -> int:
     from tandem.sim.command import run
 
-    return run(options.scenario, options.json)
+    return run(options.scenario, options.json, options.timeline)
 
 
 def _calibrate(options: argparse.Namespace) -> int:

@@ -9,15 +9,24 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tandem.bench.report import json_file
+from tandem.bench.report.plot import new_figure
+from tandem.core.errors import ConfigError
 from tandem.sim.report import content, tables
 from tandem.sim.scenario import arrivals, read_scenario
+from tandem.sim.timeline import Timeline
+from tandem.sim.timeline_plot import SUFFIXES, Drawn, write
 from tandem.sim.world import World
 
 _AT_ONCE = 100  # requests between two moves of the bar
 
 
-def run(path: Path, json: Path | None) -> int:
-    """Simulate the scenario of this file, print what was found, and write it to `json`. Raises `ConfigError`."""
+def run(path: Path, json: Path | None, timeline: Path | None = None) -> int:
+    """Simulate the scenario of this file, print what was found, write it to `json` and draw it in `timeline`. Raises
+    `ConfigError`."""
+    if timeline is not None and timeline.suffix not in SUFFIXES:
+        raise ConfigError(f"{timeline} must end with {' or '.join(SUFFIXES)}", key="--timeline")
+    if timeline is not None and timeline.suffix == ".png":
+        new_figure(height=1.0)  # after the simulation would be late to say that there is no matplotlib
     scenario = read_scenario(path)
     load, out, err = arrivals(scenario, path.parent), Console(soft_wrap=True), Console(stderr=True)
     columns = TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
@@ -31,11 +40,16 @@ def run(path: Path, json: Path | None) -> int:
             if num_ended % _AT_ONCE == 0:
                 progress.update(task, completed=num_ended)
 
-        world, began_s = World(scenario.shape(), ended), time.monotonic()
+        world = World(scenario.shape(), ended, timeline=Timeline() if timeline is not None else None)
+        began_s = time.monotonic()
         outcomes = world.run(load)
         found = content(world, outcomes, time.monotonic() - began_s)
     for table in tables(found):
         out.print(table)
     if json is not None:
         json_file.write(json, found)
+    if timeline is not None and world.timeline is not None:
+        end_s = max(outcome.last_token_s for outcome in outcomes)
+        title = f"{path.stem}: {len(outcomes):,} requests"
+        write(timeline, Drawn(title, world.timeline, world.fleet.lives, outcomes, end_s))
     return 0

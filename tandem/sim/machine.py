@@ -16,6 +16,7 @@ from tandem.core.step_times import StepTimes
 from tandem.sim.cores import SharedCores
 from tandem.sim.kernel import Kernel
 from tandem.sim.quiet import advance, quiet_steps, quiet_times
+from tandem.sim.timeline import Timeline
 from tandem.worker.batch import Batch, SchedulerLimits
 from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.sequence import Sequence as Choice
@@ -49,6 +50,7 @@ class Machine:
         times of their ends, which have come; afterwards `on_step` is not called for them.
     looks_at_s: when what `on_step` or `on_quiet` do is wanted again; `None`: after each step, one by one.
     cores: that it shares with others; it then takes its steps one by one. `None`: it has its own.
+    timeline: where it notes when it computed what, if anybody wants to know.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Machine:
         on_quiet: Callable[[Machine, Sequence[Choice], Sequence[float]], None],
         looks_at_s: Callable[[Machine], float] | None,
         cores: SharedCores | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         page_size = kv_format.layout.page_size
         self.key, self.role = key, role
@@ -79,7 +82,7 @@ class Machine:
         self._kernel, self._times, self._limits, self._on_step = kernel, times, limits, on_step
         self._kv_format = kv_format
         self._on_quiet, self._looks_at_s = on_quiet, looks_at_s if cores is None else None
-        self._cores = cores
+        self._cores, self._timeline = cores, timeline
         self._is_busy = False
         self._began_s = 0.0
         self.step_began_s = 0.0  # the last one that was planned by itself
@@ -143,8 +146,12 @@ class Machine:
         self.work.num_rows += num_rows
 
     def _end(self, batch: Batch, num_rows: int, seconds: float) -> None:
+        num_of_prompts = batch.num_chunk_tokens + batch.num_paced_tokens
         if self._scheduler.learns_steps:
-            self._scheduler.note_step(num_rows, batch.num_chunk_tokens + batch.num_paced_tokens, seconds)
+            self._scheduler.note_step(num_rows, num_of_prompts, seconds)
+        if self._timeline is not None:
+            now_s = self._kernel.now_s
+            self._timeline.note(self.key.worker_id, now_s - seconds, now_s, with_prompts=num_of_prompts > 0)
         self._scheduler.apply(batch, [[TOKEN] for item in batch.items if item.samples])
         self._on_step(self, batch)
         self._turn()
@@ -180,6 +187,8 @@ class Machine:
         running, num = list(self._scheduler.running), len(ends_s)
         advance(self._scheduler, num, TOKEN)
         self._note(num, num * len(running), num * len(running), ends_s[-1] - self._began_s)
+        if self._timeline is not None:
+            self._timeline.note(self.key.worker_id, self._began_s, ends_s[-1], with_prompts=False)
         if self._scheduler.learns_steps:
             for began_s, end_s in pairwise((self._began_s, *ends_s)):
                 self._scheduler.note_step(len(running), 0, end_s - began_s)

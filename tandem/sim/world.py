@@ -34,6 +34,7 @@ from tandem.sim.load import Arrival
 from tandem.sim.machine import TOKEN, Machine, Work
 from tandem.sim.outcome import Outcome
 from tandem.sim.scaling import Scaler, ShippedLaw
+from tandem.sim.timeline import Timeline
 from tandem.worker.batch import Batch, SchedulerLimits
 from tandem.worker.sequence import Sequence as Choice
 
@@ -125,6 +126,7 @@ class World:
     """Args:
     on_end: called with each outcome.
     scaler: what sizes the pools; `None`: the law that ships, where a pool follows its load.
+    timeline: of what its workers do; `None`: nobody wants to know.
     decisions: that changed the size of a pool.
     role_changes: workers that went from one pool to the other, and when.
     at_once: steps in which nothing happens are taken several at a time; nothing but the time that this takes depends on
@@ -134,6 +136,7 @@ class World:
     shape: WorldShape
     on_end: Callable[[Outcome], object] = lambda _: None
     scaler: Scaler | None = None
+    timeline: Timeline | None = None
     at_once: bool = True
     kernel: Kernel = field(default_factory=lambda: Kernel(0.0))
     fleet: Fleet = field(init=False)
@@ -171,7 +174,7 @@ class World:
             times=pool.times or self.shape.times, kv_format=self.shape.kv_format,
             on_preempted=self._preempted, on_step=self._stepped,
             on_quiet=self._stepped_quietly, looks_at_s=looks_at_s if role is Role.DECODE else None,
-            cores=self._cores,
+            cores=self._cores, timeline=self.timeline,
         )  # fmt: skip
         self._waiting[key], self._link_free_s[key] = deque(), 0.0
         self._told_s[key], self._told[key] = -self.shape.report_s, Work()

@@ -97,7 +97,9 @@ def as_fields(room: Room) -> dict[str, float]:
 
 def test_metrics_tell_the_sizes_of_the_pools(make_site: MakeSite) -> None:
     site = make_site()
-    size = PoolSize(role=common_pb2.ROLE_PREFILL, wanted=3, least=1, most=4, num_grown=5, num_shrunk=2, num_refused=1)
+    size = PoolSize(
+        role=common_pb2.ROLE_PREFILL, wanted=3, least=1, most=4, num_grown=5, num_shrunk=2, num_refused=1, num_taken=6
+    )
     site.pool.sizes = [size]
     site.pool.push()
     told = {name: value for name, value in site.metrics().items() if name.startswith("tandem_pool_")}
@@ -107,5 +109,6 @@ def test_metrics_tell_the_sizes_of_the_pools(make_site: MakeSite) -> None:
         'tandem_pool_workers{bound="most",role="prefill"}': 4,
         'tandem_pool_changes_total{outcome="grown",role="prefill"}': 5,
         'tandem_pool_changes_total{outcome="shrunk",role="prefill"}': 2,
+        'tandem_pool_changes_total{outcome="taken",role="prefill"}': 6,
         'tandem_pool_changes_total{outcome="refused",role="prefill"}': 1,
     }

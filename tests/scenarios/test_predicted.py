@@ -18,6 +18,7 @@ _TIMES = {"base_ms": 30.0, "token_us": 200.0, "row_us": 1000.0}
 _NEAR = {"output_tokens_per_s": 0.12, "e2e_s": 0.12, "tpot_s": 0.12, "ttft_p50_s": 0.3}
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(180)
 async def test_a_simulation_says_what_a_cluster_of_known_steps_does(tmp_path: Path) -> None:
     pools = {role: {"workers": 2, "tokens": 20_000} for role in ("prefill", "decode")}

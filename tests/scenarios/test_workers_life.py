@@ -175,10 +175,10 @@ async def test_a_drain_ends_when_the_last_request_is_cancelled(life: WorkerPair)
 
 
 async def test_a_draining_decode_worker_refuses_what_waits_at_once(life: WorkerPair) -> None:
-    """So that the router places it elsewhere; what runs goes on to its end."""
+    """So that the router places it elsewhere; what runs goes on to its end, and does not come to it before."""
     decode = life.decode
     async with Router(life) as router:
-        running = await router.begin(Ask(prompt_of(20), SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)))
+        running = await router.begin(Ask(prompt_of(20), SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)))
         await router.until(lambda: router.outcomes[running.key].tokens[0], "a token")
         with life.hogged(decode, num_free=0):
             queued = [await router.begin(Ask(prompt_of(40))), await router.reserve(Ask(prompt_of(41), local=512))]

@@ -19,6 +19,7 @@ import os
 import socket
 import stat
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,6 +30,9 @@ _log = logging.getLogger(__name__)
 
 _ANSWER_S = 1.0
 """A router that takes longer to answer another is stopped, or as good as that."""
+_PATIENCE_S = 10.0
+"""So long a router that cannot bind the port asks those again that may have it: on a host that is just starting
+everything, or where one compiles, a router is still for some seconds."""
 
 _LOCK = "lock"
 _WANTS_SOCKET = b"s"
@@ -70,21 +74,12 @@ class Siblings:
         it is to be had here too. Blocks.
 
         Raises:
-            ConfigError: of `bind`; names routers that have the port and did not answer.
+            ConfigError: of `bind`; names routers that may have the port and did not answer for ten seconds.
         """
         with self._locked():
-            listener, silent = self._ask_for_listener()
-            others_have_it = listener is not None
-            if listener is None:
-                try:
-                    listener = bind()
-                except ConfigError as error:
-                    if not silent:
-                        raise
-                    why = f"{error.message}; {', '.join(silent)} may have it, and did not answer"
-                    raise ConfigError(why, key=error.key) from error
+            listener, is_shared = self._ask_or_bind(bind)
             self._open_door(listener)
-        return listener, others_have_it
+        return listener, is_shared
 
     def leave(self) -> None:
         """Hand the socket to nobody any more. Questions are still answered."""
@@ -131,6 +126,22 @@ class Siblings:
 
     def _others(self) -> list[str]:
         return sorted(set(os.listdir(self._directory)) - {_LOCK, self._entry})
+
+    def _ask_or_bind(self, bind: Callable[[], socket.socket]) -> tuple[socket.socket, bool]:
+        """As `take_listener`; asks again while some are silent and the port cannot be had."""
+        until = time.monotonic() + _PATIENCE_S
+        while True:
+            listener, silent = self._ask_for_listener()
+            if listener is not None:
+                return listener, True
+            try:
+                return bind(), False
+            except ConfigError as error:
+                if not silent:
+                    raise
+                if time.monotonic() >= until:
+                    why = f"{error.message}; {', '.join(silent)} may have it, and did not answer"
+                    raise ConfigError(why, key=error.key) from error
 
     def _ask_for_listener(self) -> tuple[socket.socket | None, list[str]]:
         """The socket, if one of the others hands it over; and who did not answer."""

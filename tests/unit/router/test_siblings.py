@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -98,6 +99,31 @@ def test_it_is_to_be_had_as_long_as_one_has_it(sibling: Callable[[str], Siblings
     listener, is_shared = sibling("router-3").take_listener(bound)
     assert not is_shared
     listener.close()
+
+
+def test_one_that_is_still_for_a_while_is_asked_again(tmp_path: Path) -> None:
+    """As on a host that starts everything at once: it has the port, and answers late."""
+    is_asked, goes_on = threading.Event(), threading.Event()
+
+    def stand_still(_: bytes) -> bytes:
+        is_asked.set()
+        return b"late" if goes_on.wait(30) else b"never"
+
+    def refused() -> socket.socket:
+        goes_on.set()
+        raise ConfigError("in use", key="http.port")
+
+    busy = Siblings(tmp_path / "siblings", "router-0", stand_still)
+    starts = Siblings(tmp_path / "siblings", "router-1", bytes)
+    with closing(busy), closing(starts), ThreadPoolExecutor(1) as threads:
+        busy.take_listener(bound)[0].close()
+        asked = threads.submit(asyncio.run, starts.ask(b"anything"))
+        assert is_asked.wait(30)
+        listener, is_shared = starts.take_listener(refused)
+        listener.close()
+        asked.result(30)
+    assert is_shared
+    assert goes_on.is_set()  # it was silent at first
 
 
 def test_of_many_that_start_together_one_binds(sibling: Callable[[str], Siblings]) -> None:

@@ -1,4 +1,5 @@
-"""Processes that a measurement starts: each in a session of its own, with a log, and ended whatever happens."""
+"""Processes that a measurement starts: each in a session of its own, with a log, and ended whatever happens: also when
+the measurement is killed."""
 
 from __future__ import annotations
 
@@ -7,8 +8,11 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from tandem.bench import with_parent
 
 _STOP_S = 20.0
 #: The keys of the user's own server: one that we start asks for none, as we send none.
@@ -17,14 +21,15 @@ _SHOWN_LINES = 15
 
 
 async def start_child(argv: Sequence[str], log: Path, env: Mapping[str, str]) -> asyncio.subprocess.Process:
-    """In a session of its own: Ctrl-C at the terminal is ours alone, and what it leaves behind can be ended.
+    """In a session of its own: Ctrl-C at the terminal is ours alone, and what it leaves behind can be ended. It gets
+    SIGTERM when the thread that has started it ends, as it does with this process.
 
     Args:
         env: over the environment of this process, from which it has all but API keys.
     """
     with log.open("wb") as output:
         return await asyncio.create_subprocess_exec(
-            *argv,
+            *(sys.executable, "-I", "-S", with_parent.__file__, str(os.getpid()), *argv),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output,
             stderr=asyncio.subprocess.STDOUT,

@@ -1,0 +1,56 @@
+"""Processes that a measurement starts end with it, also when it is killed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tandem.bench.child_process import log_tail, start_child, stop_child
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.processes
+
+CHILD = """
+import pathlib, sys, time
+pathlib.Path(sys.argv[1]).touch()
+time.sleep(600)
+"""
+MEASUREMENT = """
+import asyncio, pathlib, sys
+from tandem.bench.child_process import start_child
+
+async def measure():
+    here = pathlib.Path(sys.argv[1])
+    child = await start_child([sys.executable, "-c", sys.argv[2], str(here / "runs")], here / "log", {})
+    print(child.pid, flush=True)
+    await child.wait()
+
+asyncio.run(measure())
+"""
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGKILL"])
+def test_what_a_measurement_has_started_ends_when_it_is_killed(number: str, tmp_path: Path) -> None:
+    line = [sys.executable, "-c", MEASUREMENT, str(tmp_path), CHILD]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as measurement:
+        assert measurement.stdout is not None
+        child = psutil.Process(int(measurement.stdout.readline()))
+        wait_until((tmp_path / "runs").exists, "the start of the child", 20)
+        assert child.cmdline()[:2] == [sys.executable, "-c"], "it is the program itself, under the number that is known"
+        (measurement.terminate if number == "SIGTERM" else measurement.kill)()
+        measurement.wait(20)
+    gone, alive = psutil.wait_procs([child], timeout=20)
+    for process in alive:  # red without it: nobody else would end it
+        process.kill()
+    assert gone == [child]
+
+
+async def test_a_program_that_is_not_there_is_said_in_its_log(tmp_path: Path) -> None:
+    child = await start_child([str(tmp_path / "none")], tmp_path / "log", {})
+    assert await child.wait() == 1
+    await stop_child(child)
+    assert "none cannot be started: No such file or directory" in log_tail(tmp_path / "log")

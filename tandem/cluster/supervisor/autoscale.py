@@ -146,6 +146,7 @@ class PoolLaw:
         self._begun_s: dict[str, float] = {}  # of lives that start
         self._start_taken_s = _START_S  # by the last one that was seen
         self._decided_s: float | None = None
+        self._num_wanted = 0  # that it was to have then
 
     def decide(self, load: PoolLoad | None, size: PoolSize, now_s: float) -> Decision:
         """To be called every few seconds. `load`: `None` while there are no figures."""
@@ -155,12 +156,6 @@ class PoolLaw:
         if size.num_unplaced:
             why = f"{why}; {size.num_unplaced} of {size.wanted} have no node yet"
         self._decided_s = now_s
-        if wanted > size.wanted:
-            self._grown_s = now_s
-        if wanted < size.wanted:
-            self._shrunk_s = now_s
-        if wanted != size.wanted:
-            self._settle(now_s)
         inputs = {**load.inputs, "load": load.likely, "certain_load": load.certain} if load is not None else {}
         inputs |= {"ready": len(size.ready), "coming": max(0, size.wanted - len(size.ready)), "mark": self._mark}
         return Decision(
@@ -272,12 +267,23 @@ class PoolLaw:
     # -- what becomes of its workers
 
     def _look_at(self, size: PoolSize, now_s: float) -> None:
+        self._look_at_wanted(size.wanted)
         for life in size.ready & self._begun_s.keys():
             self._start_taken_s = now_s - self._begun_s[life]
         self._begun_s = {life: self._begun_s.get(life, now_s) for life in size.starting}
         if size.ready != self._ready:
             self._ready = size.ready
             self._settle(now_s)
+
+    def _look_at_wanted(self, wanted: int) -> None:
+        """It has grown or shrunk where its size says so, by whomever: not all that is decided is done."""
+        if self._decided_s is not None and wanted != self._num_wanted:
+            if wanted > self._num_wanted:
+                self._grown_s = self._decided_s
+            else:
+                self._shrunk_s = self._decided_s
+            self._settle(self._decided_s)
+        self._num_wanted = wanted
 
     def _settle(self, now_s: float) -> None:
         self._changed_s = now_s

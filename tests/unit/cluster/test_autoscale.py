@@ -104,6 +104,25 @@ def test_it_gives_up_the_next_one_when_the_last_is_gone_and_a_quarter_of_a_start
     assert pool.look(1.0).wanted == 2
 
 
+def test_what_it_decided_and_nobody_did_is_not_remembered_as_done() -> None:
+    """As where a worker changed its role in that look."""
+    pool = Told(4)
+    pool.stay(1.0, DELAY_S)
+    assert pool.look(1.0).wanted == 3
+    assert pool.look(1.0).wanted == 3, "it is said again two seconds later"
+
+
+def test_what_others_took_or_gave_is_remembered_as_done() -> None:
+    pool = Told(4)
+    pool.stay(1.0, DELAY_S)
+    pool.wanted, pool.ready = 3, frozenset(sorted(pool.ready)[:3])
+    pool.stay(1.0, 6)
+    assert pool.look(1.0).wanted == 2, "a quarter of a start after the last one went"
+    pool.wanted, pool.ready = 4, pool.ready | {"come"}
+    pool.stay(1.0, DELAY_S - 2)
+    assert pool.look(1.0).wanted == 3, "it has grown, which begins the while anew"
+
+
 def test_those_that_never_come_do_not_keep_it_from_shrinking() -> None:
     pool = Told(2)
     pool.order(pool.look(4.2))

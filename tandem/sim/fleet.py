@@ -18,6 +18,7 @@ class Life:
 
     Attributes:
         seat: the role that its process was started in.
+        is_heir: its process was in the other role before.
         machine: once it is ready.
         heir: the life in the other role that its process begins when nothing is left of this one.
         left_s: since when it takes no new requests.
@@ -28,6 +29,7 @@ class Life:
     role: Role
     asked_s: float
     seat: Role
+    is_heir: bool = False
     machine: Machine | None = None
     heir: Life | None = None
     ready_s: float | None = None
@@ -68,15 +70,15 @@ class Fleet:
 
     def start(self, role: Role, start_s: float) -> None:
         """One worker more, in `start_s`."""
-        life = self._begin(role, role)
+        life = self._begin(role, role, is_heir=False)
         self.lives.append(life)
         if start_s:
             self._kernel.after(start_s, lambda: self._ready(life))
         else:
             self._ready(life)
 
-    def _begin(self, role: Role, seat: Role) -> Life:
-        life = Life(WorkerKey(f"{role.value}-{self._num_made[role]}", "1"), role, self._kernel.now_s, seat)
+    def _begin(self, role: Role, seat: Role, *, is_heir: bool) -> Life:
+        life = Life(WorkerKey(f"{role.value}-{self._num_made[role]}", "1"), role, self._kernel.now_s, seat, is_heir)
         self._num_made[role] += 1
         self._present[role].append(life)
         return life
@@ -98,7 +100,7 @@ class Fleet:
         if instead:
             self.give_up(taker)
         life = self._first_to_go(giver)
-        life.heir = self._begin(taker, life.seat)
+        life.heir = self._begin(taker, life.seat, is_heir=True)
         self._let_go(life)
 
     def _first_to_go(self, role: Role) -> Life:
@@ -127,7 +129,8 @@ class Fleet:
 
     @property
     def is_changing_role(self) -> bool:
-        return any(life.heir is not None and life.gone_s is None for life in self.lives)
+        """A worker is on its way from one pool to the other: until it serves there."""
+        return any(life.is_heir and life.machine is None for lives in self._present.values() for life in lives)
 
     def may_go(self, giver: Role, taker: Role) -> bool:
         """Whether a worker of the one pool may change its role to the other's now."""
@@ -145,11 +148,13 @@ class Fleet:
 
     def size(self, role: Role) -> PoolSize:
         present = self._present[role]
+        starting = [life for life in present if life.machine is None]
         leaving = sum(life.role is role and life.left_s is not None and life.gone_s is None for life in self.lives)
         return PoolSize(
             wanted=len(present),
             ready=frozenset(life.key.worker_id for life in present if life.machine is not None),
-            starting=frozenset(life.key.worker_id for life in present if life.machine is None),
+            starting=frozenset(life.key.worker_id for life in starting),
+            changing=frozenset(life.key.worker_id for life in starting if life.is_heir),
             num_leaving=leaving,
         )
 

@@ -92,6 +92,7 @@ class PoolSize:
         starting: lives that start.
         num_leaving: workers that have been given up, and have not ended.
         num_unplaced: of those that start, that no node has begun.
+        changing: of those that start, lives that go on in a process of the other pool.
     """
 
     wanted: int
@@ -99,6 +100,7 @@ class PoolSize:
     starting: frozenset[str] = frozenset()
     num_leaving: int = 0
     num_unplaced: int = 0
+    changing: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,7 @@ class PoolLaw:
         self._changed_s = self._grown_s = self._shrunk_s = -math.inf
         self._ready: frozenset[str] = frozenset()
         self._begun_s: dict[str, float] = {}  # of lives that start
+        self._changing: frozenset[str] = frozenset()  # of these: how long they take says nothing of a start
         self._start_taken_s = _START_S  # by the last one that was seen
         self._decided_s: float | None = None
         self._num_wanted = 0  # that it was to have then
@@ -164,8 +167,8 @@ class PoolLaw:
         )  # fmt: skip
 
     def _num_far(self, size: PoolSize, now_s: float) -> int:
-        """Of one that takes much longer than the last one did nothing is known."""
-        left_s = [self._start_taken_s - (now_s - self._begun_s[life]) for life in size.starting]
+        """Of one that takes much longer than the last one did nothing is known; one that changes its role is near."""
+        left_s = [self._start_taken_s - (now_s - self._begun_s[life]) for life in size.starting - size.changing]
         return max(size.num_unplaced, sum(abs(seconds) > SPARE_S for seconds in left_s))
 
     def _spares(self, size: PoolSize, now_s: float) -> int:
@@ -268,9 +271,10 @@ class PoolLaw:
 
     def _look_at(self, size: PoolSize, now_s: float) -> None:
         self._look_at_wanted(size.wanted)
-        for life in size.ready & self._begun_s.keys():
+        for life in size.ready & self._begun_s.keys() - self._changing:
             self._start_taken_s = now_s - self._begun_s[life]
         self._begun_s = {life: self._begun_s.get(life, now_s) for life in size.starting}
+        self._changing = size.changing
         if size.ready != self._ready:
             self._ready = size.ready
             self._settle(now_s)

@@ -169,10 +169,12 @@ class LoadFollower:
 
     def _size(self, role: Role) -> PoolSize:
         slots = [slot for slot in self._cluster.slots.of(role).values() if slot.counts]
+        starting = [slot for slot in slots if slot.phase is Phase.STARTING]
         return PoolSize(
             wanted=self._cluster.wanted[role],
             ready=frozenset(slot.incarnation for slot in slots if slot.phase is Phase.READY),
-            starting=frozenset(slot.incarnation for slot in slots if slot.phase is Phase.STARTING),
+            starting=frozenset(slot.incarnation for slot in starting),
+            changing=frozenset(slot.incarnation for slot in starting if slot.is_heir),
             num_leaving=len(self._cluster.slots.of(role)) - len(slots),
             num_unplaced=sum(slot.is_unplaced for slot in slots),
         )

@@ -229,7 +229,7 @@ class PoolState:
         for giving in self._given_up(slot.role):
             if giving.seat is slot.role or self.slots.num_changed < self.policy.flexible:
                 slot.begin(self.new_incarnation(), giving.build)
-                slot.seat, slot.awaits = giving.seat, giving.name
+                slot.seat, slot.awaits, slot.is_heir = giving.seat, giving.name, True
                 return
 
     def _given_up(self, role: Role) -> list[Slot]:
@@ -268,7 +268,7 @@ class PoolState:
         out = self._dismiss(least_needed(ready, 1)[0], now)
         if event.instead:
             pool = self.slots.of(event.taker).values()
-            starting = [slot for slot in pool if slot.counts and slot.phase is Phase.STARTING and not slot.awaits]
+            starting = [slot for slot in pool if slot.counts and slot.phase is Phase.STARTING and not slot.is_heir]
             starting.sort(key=lambda slot: (not slot.is_unplaced, -slot.index))
             out += [step for slot in starting[:1] for step in self._dismiss(slot, now)]
         return out + self._reconcile(event.taker, now)
@@ -284,8 +284,8 @@ class PoolState:
 
     @property
     def is_changing_role(self) -> bool:
-        """A worker is on its way from one pool to the other."""
-        return any(slot.awaits for slot in self.slots.workers.values())
+        """A worker is on its way from one pool to the other: until it serves there."""
+        return any(slot.is_heir and slot.phase is Phase.STARTING for slot in self.slots.workers.values())
 
     def _heir_of(self, slot: Slot) -> Slot | None:
         """The slot that awaits its process."""

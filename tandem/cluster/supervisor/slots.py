@@ -93,6 +93,7 @@ class Slot:
     spare: bool = False  # it is leaving since its pool needs it no more: the other one may have its process
     seat: Role = field(init=False)  # which of its node's places its process takes: that of the role it was started in
     awaits: str = ""  # name of the slot, of the other pool, whose process it is to get once that has drained
+    is_heir: bool = False  # this life goes on in a process that was of the other pool
     untold: dict[str, None] = field(default_factory=dict)  # incarnations whose ends it must be told of, oldest first
     note: str = ""  # for people: what became of an order
     on_set: Callable[[], None] | None = field(default=None, repr=False, compare=False)
@@ -172,7 +173,8 @@ class Slot:
         return self.retry_at is not None and self.retry_at <= now
 
     def begin(self, incarnation: str, build: Build) -> None:
-        self.incarnation, self.build, self.seat, self.awaits = incarnation, build, self.role, ""
+        self.incarnation, self.build, self.seat = incarnation, build, self.role
+        self.awaits, self.is_heir = "", False
         self.phase, self.killed_for = Phase.STARTING, ""
         self.ready_at = self.retry_at = self.deadline = self.placement = None
         self.address, self.num_requests = "", 0

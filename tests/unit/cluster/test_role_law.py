@@ -118,6 +118,17 @@ def test_who_starts_is_lacking_until_it_is_nearly_there() -> None:
     assert [(each.num_far, each.lacks) for each in found] == [(1, 1)] * 3 + [(0, 0)] * 2, "a start takes 30 s"
 
 
+def test_one_that_changes_its_role_is_near_and_says_nothing_of_how_long_a_start_takes() -> None:
+    law, load = PoolLaw(Role.PREFILL, Range(1, 4), Settings(MARK)), PoolLoad("prompts", 2.0, 2.0, 2.0)
+    changing = PoolSize(3, frozenset("ab"), frozenset("c"), changing=frozenset("c"))
+    found = [law.decide(load, changing, now_s) for now_s in (0.0, 1.0)]
+    assert [(each.num_far, each.lacks) for each in found] == [(0, 0)] * 2
+    law.decide(load, PoolSize(3, frozenset("abc")), 2.0)
+    size = PoolSize(4, frozenset("abc"), frozenset("d"))
+    found = [law.decide(load, size, now_s) for now_s in (4.0, 23.0, 25.0)]
+    assert [each.num_far for each in found] == [1, 1, 0], "a start takes 30 s, not 2"
+
+
 def test_a_pool_spares_what_it_has_not_needed_for_a_while() -> None:
     law = PoolLaw(Role.PREFILL, Range(1, 8), Settings(MARK))
     look(law, 2.0, 4, 0.0)

@@ -247,7 +247,10 @@ def test_one_that_a_pool_gives_goes_on_in_the_other() -> None:
     assert out == [ev.DrainProcess("prefill-1", "life-1")]
     assert story.cluster.is_changing_role
     assert not story.cluster.may_go(Role.PREFILL, Role.DECODE), "only one is flexible"
-    story.change("prefill-1", "decode-1")
+    story.drained("prefill-1")
+    story.feed(ev.RoleChanged("prefill-1", "life-1"))
+    assert story.cluster.is_changing_role, "it does not serve yet"
+    story.start("decode-1")
     assert not story.cluster.is_changing_role
     assert story.cluster.settled
     assert story.cluster.wanted[Role.PREFILL] == 1

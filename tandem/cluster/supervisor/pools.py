@@ -261,11 +261,13 @@ class PoolState:
 
     def _give(self, event: ev.RoleGiven, now: float) -> list[ev.Instruction]:
         """One that serves goes, and not one that waits for a node, which the other pool could not take over."""
+        if not (able := self._able(event.giver)):
+            return []
         before = self.wanted[event.giver]
         self.sizes.take(event)
-        if self.wanted[event.giver] == before or not (ready := self._ready(event.giver)):
+        if self.wanted[event.giver] == before:
             return []
-        out = self._dismiss(least_needed(ready, 1)[0], now)
+        out = self._dismiss(least_needed(able, 1)[0], now)
         if event.instead:
             pool = self.slots.of(event.taker).values()
             starting = [slot for slot in pool if slot.counts and slot.phase is Phase.STARTING and not slot.is_heir]
@@ -273,14 +275,19 @@ class PoolState:
             out += [step for slot in starting[:1] for step in self._dismiss(slot, now)]
         return out + self._reconcile(event.taker, now)
 
-    def _ready(self, role: Role) -> list[Slot]:
-        return [slot for slot in self.slots.of(role).values() if slot.phase is Phase.READY and slot.counts]
+    def _able(self, role: Role) -> list[Slot]:
+        """Those that serve and whose process the other pool could take over."""
+        return [
+            slot
+            for slot in self.slots.of(role).values()
+            if slot.phase is Phase.READY and slot.counts and slot.build == self.upgrade.wanted
+        ]
 
     def may_go(self, giver: Role, taker: Role) -> bool:
         """Whether a worker of the one pool may change its role to the other's now."""
-        ready = self._ready(giver)
+        able = self._able(giver)
         is_free = self.slots.num_changed < self.policy.flexible
-        return bool(ready) and (is_free or any(slot.seat is taker for slot in ready))
+        return bool(able) and (is_free or any(slot.seat is taker for slot in able))
 
     @property
     def is_changing_role(self) -> bool:

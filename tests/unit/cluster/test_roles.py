@@ -283,6 +283,16 @@ def test_one_that_serves_goes_also_where_another_waits_for_a_node() -> None:
     assert story.cluster.wanted[Role.PREFILL] == 2
 
 
+def test_none_goes_that_runs_another_build_than_is_wanted() -> None:
+    """The other pool could not take it over, and would start one, which may have no room."""
+    story = following()
+    assert story.cluster.may_go(Role.PREFILL, Role.DECODE)
+    story.feed(ev.BuildChanged(ev.Build("new")))
+    assert not story.cluster.may_go(Role.PREFILL, Role.DECODE)
+    assert story.feed(ev.RoleGiven(Role.PREFILL, Role.DECODE)) == []
+    assert story.cluster.wanted[Role.PREFILL] == 2
+
+
 def test_a_pool_of_a_fixed_size_gives_none() -> None:
     story = Story()
     story.feed(ev.WantedChanged(Role.DECODE, 1, 3))

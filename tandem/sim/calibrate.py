@@ -26,6 +26,8 @@ _ROUNDS = 6
 # Of terms and speeds in turn: each is found from the other.
 _SHARED_ROUNDS = 40
 _FEWEST = 20
+# Steps' worth of time while so many workers compute, without which nothing is said of that number.
+_FEWEST_AT_ONCE = 3.0
 
 _Numbers = npt.NDArray[np.float64]
 
@@ -48,7 +50,8 @@ class Fit:
         median_off, p90_off: of the steps' times, relative.
         total_off: of the sum of them all.
         num_left_out: steps that took several times what the model says.
-        speeds: while 1, 2, … workers compute, of a host's that share its cores; none: each has its own.
+        speeds: while 1, 2, … workers compute, of a host's that share its cores; none: each has its own. As many as were
+            seen at once; of more a scenario says that they share what is left.
     """
 
     times: Fitted
@@ -123,24 +126,37 @@ def fit_shared(steps: Sequence[Step]) -> Fit:
     that a step waits for a core is what is looked for.
 
     Raises:
-        ConfigError: there are too few steps.
+        ConfigError: there are too few steps, or hardly any while no other worker computed.
     """
     shares = seconds_by_busy(steps)
+    by_busy = shares / shares.sum(axis=1, keepdims=True)
+    is_seen = by_busy.sum(axis=0) >= _FEWEST_AT_ONCE
+    if len(steps) >= _FEWEST and not is_seen[0]:
+        raise ConfigError("hardly any step was taken while no other worker computed; add a load of one client")
+    seen = np.flatnonzero(is_seen)
     speeds = np.ones(shares.shape[1])
     for _ in range(_SHARED_ROUNDS):
         own_s = shares @ speeds
         found = fit([replace(step, seconds=own) for step, own in zip(steps, own_s, strict=True)], outlier=math.inf)
         said_s = np.array([found.times.seconds(step.terms) for step in steps])
         # Of the steps by how many computed meanwhile, what they say is in sum what they took, at these speeds.
-        by_busy = shares / shares.sum(axis=1, keepdims=True)
-        relative = np.linalg.lstsq(by_busy.T @ shares, by_busy.T @ said_s, rcond=None)[0]
-        speeds = _falling(relative / relative[0])
-    return replace(found, speeds=tuple(float(speed) for speed in speeds))
+        left_s = said_s - shares[:, ~is_seen] @ speeds[~is_seen]
+        of_seen = by_busy[:, seen].T
+        relative = np.linalg.lstsq(of_seen @ shares[:, seen], of_seen @ left_s, rcond=None)[0]
+        speeds = _of_each(seen, _falling(relative / relative[0]), len(speeds))
+    return replace(found, speeds=tuple(float(speed) for speed in speeds[: seen[-1] + 1]))
 
 
 def _falling(speeds: _Numbers) -> _Numbers:
-    """None is above the one before, or so low that a step would not end: what no step tells of is as what is near."""
+    """None is above the one before, or so low that a step would not end."""
     return np.maximum(np.minimum.accumulate(speeds), 0.01)
+
+
+def _of_each(seen: npt.NDArray[np.intp], speeds: _Numbers, num: int) -> _Numbers:
+    """[num]: of a number that no step tells of it is on the line between its neighbours; more share what is left."""
+    numbers = np.arange(num)
+    found: _Numbers = np.interp(numbers, seen, speeds) * np.minimum(1.0, (seen[-1] + 1) / (numbers + 1))
+    return found
 
 
 def seconds_by_busy(steps: Sequence[Step]) -> _Numbers:
@@ -206,7 +222,9 @@ def run(paths: Sequence[Path], out: Path | None, *, shared_cores: bool = False) 
     }
     if shared_cores:
         tree["cores"] = {"speeds": [float(f"{speed:.4g}") for speed in found.speeds]}
-        own_s = seconds_by_busy(steps) @ np.array(found.speeds)
+        shares = seconds_by_busy(steps)
+        seen = np.arange(len(found.speeds))
+        own_s = shares @ _of_each(seen, np.array(found.speeds), shares.shape[1])
         steps = [replace(step, seconds=float(seconds)) for step, seconds in zip(steps, own_s, strict=True)]
     table = Table("worker", "steps", "left out", "median off", "p90 off", "sum off", box=None)
     for name in sorted({step.worker for step in steps}):

@@ -95,6 +95,30 @@ def test_how_workers_slow_each_other_down_is_found_beside_what_steps_take_alone(
     assert found.median_off < 0.06
 
 
+def steps_in_turn(of_each: tuple[int, ...], speeds: dict[int, float], num_workers: int) -> list[Step]:
+    """Now so many workers compute at once, now so many: all of them from the same moment to the same."""
+    rng, found, now_s = random.Random(4), list[Step](), 0.0
+    for number in range(600):
+        num = of_each[number % len(of_each)]
+        one = terms(rng)
+        seconds = TRUE.seconds(one) / speeds[num]
+        found += [Step(f"decode-{each}", one, seconds, now_s) for each in rng.sample(range(num_workers), num)]
+        now_s += seconds + 0.001
+    return found
+
+
+def test_of_numbers_of_workers_that_never_computed_at_once_nothing_is_made_up() -> None:
+    found = fit_shared(steps_in_turn((1, 2), {1: 1.0, 2: 0.6}, num_workers=4))
+    assert found.speeds == pytest.approx((1.0, 0.6), rel=0.01), "more than two share what is left"
+    found = fit_shared(steps_in_turn((1, 3), {1: 1.0, 3: 0.5}, num_workers=4))
+    assert found.speeds == pytest.approx((1.0, 0.75, 0.5), rel=0.01), "two are between one and three"
+
+
+def test_steps_of_which_none_was_alone_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no other worker computed; add a load of one client"):
+        fit_shared(steps_in_turn((2,), {2: 0.6}, num_workers=2))
+
+
 def test_of_each_step_the_seconds_are_counted_by_how_many_computed() -> None:
     one = Terms(1, 1, 1, 1.0)
     steps = [Step("a", one, 4.0, 10.0), Step("b", one, 1.0, 11.0), Step("b", one, 3.0, 13.0)]
@@ -122,8 +146,10 @@ def test_the_command_writes_what_a_scenario_reads(tmp_path: Path, capsys: pytest
 
 def test_the_command_writes_speeds_of_shared_cores_as_a_scenario_reads_them(tmp_path: Path) -> None:
     speeds = 1.0, 0.7
-    logs = {name: StepLog(tmp_path / "logs", name) for name in ("decode-0", "decode-1")}
-    for step in steps_on_shared_cores(speeds):
+    logs = {name: StepLog(tmp_path / "logs", name) for name in ("decode-0", "decode-1", "decode-2")}
+    last_s = 1000.0  # a third worker computes by itself
+    alone = [Step("decode-2", one.terms, one.seconds, last_s + number) for number, one in enumerate(steps_of(TRUE, 30))]
+    for step in [*steps_on_shared_cores(speeds), *alone]:
         logs[step.worker].note(step.terms, step.seconds, step.began_s)
     for log in logs.values():
         log.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import astuple
 
@@ -12,6 +13,8 @@ from router.http.siblings import Siblings
 from router.lifecycle.turns import Turns
 from router.policy.other_turns import EVERY_S, Next, TurnNews
 from router.policy.turns import Served
+
+_log = logging.getLogger(__name__)
 
 _TOLD = b"t"
 """Before the word of one router to another: a question whose answer says nothing."""
@@ -43,13 +46,17 @@ class TurnExchange:
             num_others = self._num_routers() - 1
             if self.siblings is not None and num_others > 0:
                 await self._tell(self.siblings)
-                self._turns.look()
+            self._turns.look()  # also where the last other one has gone: what it said may hold nobody any more
             await asyncio.sleep(EVERY_S * max(1, num_others))
 
     async def _tell(self, siblings: Siblings) -> None:
         now_s = asyncio.get_running_loop().time()
         silent = {name: until_s for name, until_s in self._silent_until_s.items() if now_s < until_s}
-        told = await siblings.ask(_TOLD + encoded(self._name, self._turns.tell()), silent.keys())
+        try:
+            told = await siblings.ask(_TOLD + encoded(self._name, self._turns.tell()), silent.keys())
+        except OSError as error:  # such as no descriptor is free: requests are served all the same
+            _log.warning("other routers hear nothing of the turns here: %s", error)
+            return
         new = [name for name, answer in told.items() if answer is None]
         self._silent_until_s = silent | dict.fromkeys(new, now_s + _PAUSE_S)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -13,12 +13,14 @@ from router.http.siblings import Siblings
 from router.http.turn_exchange import TurnExchange
 from router.lifecycle.turns import Turns
 from router.policy.gate import Room
-from router.policy.other_turns import TurnNews
+from router.policy.other_turns import FRESH_S, Next, TurnNews
+from router.policy.turns import Served
 from router.request.mailbox import Mailbox
 from router.request.request import Request
 from router.request.targets import Targets
 from tandem.core.clock import MonotonicClock
 from tandem.core.sampling import SamplingParams
+from tests.support.waiting import until
 
 ROOM = Room(num_computing=1, tokens_per_s=math.inf, num_decode=1, num_places=8, most_pages=99, page_size=16)
 
@@ -56,6 +58,52 @@ def meet(stack: ExitStack, directory: Path, name: str, answer: Callable[[bytes],
     listener, _ = siblings.take_listener(lambda: socket.create_server(("127.0.0.1", 0)))
     stack.enter_context(listener)
     return siblings
+
+
+def request(prompt: tuple[int, ...] = (1, 2, 3)) -> Request:
+    return Request("a", prompt, SamplingParams(), 0.0, targets=Targets(1.0, 0.1))
+
+
+async def test_who_waits_for_a_router_that_has_gone_is_looked_at_when_its_word_holds_no_more() -> None:
+    """Nothing else happens meanwhile."""
+    turns = make_turns()
+    turns.join(request(), Mailbox()).end()
+    owner = request().tenant.owner
+    turns.hear("router-1", TurnNews("a life", 0.0, Next("other", 0, 0.0), {owner: Served(1e6, 0.0)}))
+    telling = asyncio.create_task(TurnExchange(turns, "router-0", lambda: 1).run())
+    turn = turns.join(request(), Mailbox())
+    assert not turn.has_come
+    await until(lambda: turn.has_come, "its turn", FRESH_S + 10)
+    telling.cancel()
+    await asyncio.wait({telling})
+
+
+class Unable(Siblings):
+    """Cannot ask at first; `has_asked` is set when it could."""
+
+    def __init__(self) -> None:
+        self.num_asked, self.has_asked = 0, asyncio.Event()
+
+    async def ask(self, question: bytes, but: Collection[str] = ()) -> dict[str, bytes | None]:
+        self.num_asked += 1
+        if self.num_asked == 1:
+            raise OSError(24, "Too many open files")
+        self.has_asked.set()
+        return {}
+
+
+async def test_a_router_that_cannot_ask_others_tells_them_later() -> None:
+    turns = make_turns()
+    exchange = TurnExchange(turns, "router-0", lambda: 2)
+    exchange.siblings = siblings = Unable()
+    telling = asyncio.create_task(exchange.run())
+    turn = turns.join(request(), Mailbox())
+    while not siblings.has_asked.is_set():
+        assert not telling.done(), "a router whose exchange of turns ends is closed"
+        turn.charge(1)
+        await asyncio.sleep(0.01)
+    telling.cancel()
+    await asyncio.wait({telling})
 
 
 async def test_what_a_router_gives_is_heard_by_the_others_and_one_that_does_not_answer_is_left_out(

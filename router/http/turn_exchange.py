@@ -72,11 +72,11 @@ def encoded(name: str, news: TurnNews) -> bytes:
     """At most some 12 KiB. `name`: of the router that tells."""
     first = astuple(news.next) if news.next is not None else None
     served = {owner: (each.counter, each.given) for owner, each in news.served.items()}
-    return orjson.dumps([name, news.life, news.last, first, served])
+    return orjson.dumps([name, news.life, news.number, news.last, first, served])
 
 
 def decoded(text: bytes) -> tuple[str, TurnNews]:
     """Name and word of a router."""
-    name, life, last, first, served = orjson.loads(text)
+    name, life, number, last, first, served = orjson.loads(text)
     news = {owner: Served(*figures) for owner, figures in served.items()}
-    return name, TurnNews(life, last, Next(*first) if first is not None else None, news)
+    return name, TurnNews(life, number, last, Next(*first) if first is not None else None, news)

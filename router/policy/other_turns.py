@@ -15,9 +15,9 @@ they grow in twice that time. So beside the bound of one queue, two tenants that
 what all workers give in three times `EVERY_S`, divided by the smaller weight: no more after an hour than after a
 second. With more than `MOST_TOLD` tenants that are served at a time, their counters take turns to be told.
 
-**Nothing waits for a router that says nothing.** What it said holds for `FRESH_S`; and when it is heard again, nobody
-who waits has a claim from the time of its silence. Who asks now and then, and has waited for nothing before, is not
-behind the others by much: so no place stays empty for it.
+**Nothing waits for a router that says nothing.** What it said holds for `FRESH_S`; and when one is heard again of which
+words were lost, nobody who waits has a claim from that time. One that had nothing to tell has lost none. Who asks now
+and then, and has waited for nothing before, is not behind the others by much: so no place stays empty for it.
 """
 
 from __future__ import annotations
@@ -56,12 +56,14 @@ class TurnNews:
 
     Attributes:
         life: of this router; a process that is started again has another one.
+        number: of this word; that of the next one is one more.
         last: the counter of the tenant that had the last turn.
         next: `None`: nobody waits.
         served: of tenants whose counters have changed, and of the next one's.
     """
 
     life: str
+    number: int
     last: float
     next: Next | None
     served: Mapping[str, Served]
@@ -73,6 +75,7 @@ class _Other:
 
     life: str
     heard_s: float
+    number: int | None = None
     next: Next | None = None
     given: OrderedDict[str, float] = field(default_factory=OrderedDict)  # by tenant, as it told
 
@@ -90,6 +93,7 @@ class OtherTurns:
         self._others: dict[str, _Other] = {}
         self._last = 0.0  # as of `Elsewhere`
         self._slack = 0.0
+        self._num_told = 0
 
     # -- what is told
 
@@ -98,11 +102,13 @@ class OtherTurns:
         queue = self._queue
         self._slack = 2 * queue.take_growth()
         served = queue.take_changed(MOST_TOLD)
+        self._num_told += 1
         entry, least = queue.first(), queue.least_served()
         if entry is None or least is None:
-            return TurnNews(self._life, queue.last_served, None, served)
+            return TurnNews(self._life, self._num_told, queue.last_served, None, served)
         first = Next(entry.owner, entry.priority, least)
-        return TurnNews(self._life, queue.last_served, first, served | {entry.owner: queue.tell(entry.owner)})
+        served |= {entry.owner: queue.tell(entry.owner)}
+        return TurnNews(self._life, self._num_told, queue.last_served, first, served)
 
     # -- what is heard
 
@@ -110,13 +116,13 @@ class OtherTurns:
         """The router of this name says so."""
         other = self._others.get(name)
         if other is None or other.life != news.life:
-            other = self._others[name] = _Other(news.life, heard_s=-FRESH_S)
-        is_back = now_s - other.heard_s >= FRESH_S
+            other = self._others[name] = _Other(news.life, now_s)
+        is_back = other.number is None or news.number != other.number + 1
         for owner, served in news.served.items():
             self._queue.learn(owner, served.counter, _more(other, owner, served.given))
         if is_back and news.next is not None:
             self._queue.lift(news.next.least)
-        other.heard_s, other.next = now_s, news.next
+        other.heard_s, other.number, other.next = now_s, news.number, news.next
         self._last = max(self._last, news.last)
 
     def elsewhere(self, now_s: float) -> Elsewhere:

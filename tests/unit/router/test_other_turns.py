@@ -280,7 +280,7 @@ def test_who_comes_is_lifted_to_the_least_of_all_that_wait() -> None:
     """More urgent ones have had turns meanwhile, of a tenant that has got much."""
     queue = TurnQueue(AGEING_S)
     turns = OtherTurns(queue, "here")
-    turns.hear("other", TurnNews("there", 1e6, Next("b", 0, 100.0), {}), 0.0)
+    turns.hear("other", TurnNews("there", 1, 1e6, Next("b", 0, 100.0), {}), 0.0)
     for now_s, counter in ((0.1, 100.0), (FRESH_S, 1e6)):
         entry = Waiting(f"new {now_s}", 1.0, 0, "", math.inf, now_s, 10)
         queue.enter(entry, turns.elsewhere(now_s))
@@ -324,6 +324,23 @@ def test_a_router_that_is_started_again_has_a_claim_to_no_more() -> None:
     assert world.jain() >= 0.98, world.shares()
 
 
+def test_who_waits_keeps_its_claim_where_a_router_had_nothing_to_tell() -> None:
+    """It was idle, and no word of it was lost; then one comes there that has got more."""
+    queue = TurnQueue(AGEING_S)
+    turns = OtherTurns(queue, "here")
+    entries = [Waiting(owner, 1.0, 0, "", math.inf, 0.0, 10) for owner in "xyz"]
+    for entry, counter in zip(entries, (100, 1000, 500), strict=True):
+        queue.charge(entry, counter)
+    turns.hear("other", TurnNews("there", 1, 0.0, None, {}), 0.0)
+    for entry in entries[::2]:
+        queue.enter(entry)
+    greedy = Next("y", 0, 1000.0)
+    turns.hear("other", TurnNews("there", 2, 0.0, greedy, {}), 60.0)
+    assert [queue.served(owner) for owner in "xz"] == [100.0, 500.0]
+    turns.hear("other", TurnNews("there", 4, 0.0, greedy, {}), 60.0)
+    assert [queue.served(owner) for owner in "xz"] == [1000.0, 1000.0], "a word was lost"
+
+
 # -- words
 
 
@@ -337,14 +354,14 @@ def test_a_word_is_bounded_and_what_is_left_comes_in_the_next() -> None:
     first, second = (turns.tell() for _ in range(2))
     assert (len(first.served), len(second.served)) == (MOST_TOLD, 10)
     assert not first.served.keys() & second.served.keys()
-    assert turns.tell() == TurnNews("a life", queue.last_served, None, {})
+    assert turns.tell() == TurnNews("a life", 3, queue.last_served, None, {})
     assert len(encoded("router-0", first)) < 14 << 10, "a question has 16 KiB at most"
 
 
 def test_a_word_arrives_as_it_was_told() -> None:
     first = Next("owner", -3, 17.25)
     for following in (first, None):
-        news = TurnNews("a life", 3.5, following, {"owner": Served(17.25, 1 / 3)})
+        news = TurnNews("a life", 7, 3.5, following, {"owner": Served(17.25, 1 / 3)})
         assert decoded(encoded("router-0", news)) == ("router-0", news)
 
 
@@ -352,10 +369,10 @@ def test_what_another_router_gave_counts_once() -> None:
     queue = TurnQueue(AGEING_S)
     turns = OtherTurns(queue, "here")
     for so_far in (100.0, 150.0, 150.0):
-        turns.hear("other", TurnNews("there", 0.0, None, {"a": Served(100.0, so_far)}), 0.0)
+        turns.hear("other", TurnNews("there", 1, 0.0, None, {"a": Served(100.0, so_far)}), 0.0)
     assert queue.served("a") == 150.0, "100 as it knows of so much, and then 50 more"
-    turns.hear("other", TurnNews("its next life", 0.0, None, {"a": Served(0.0, 10.0)}), 0.0)
-    turns.hear("other", TurnNews("its next life", 0.0, None, {"a": Served(10.0, 30.0)}), 0.0)
+    turns.hear("other", TurnNews("its next life", 1, 0.0, None, {"a": Served(0.0, 10.0)}), 0.0)
+    turns.hear("other", TurnNews("its next life", 2, 0.0, None, {"a": Served(10.0, 30.0)}), 0.0)
     assert queue.served("a") == 170.0
 
 
@@ -366,5 +383,5 @@ def test_more_urgent_requests_do_not_wait_for_what_waits_elsewhere() -> None:
     queue.charge(entry, 1000)
     queue.enter(entry)
     for priority, waits in ((0, True), (-1, True), (1, False)):
-        turns.hear("other", TurnNews("there", 0.0, Next("b", priority, 0.0), {}), 0.0)
+        turns.hear("other", TurnNews("there", 1, 0.0, Next("b", priority, 0.0), {}), 0.0)
         assert turns.go_first(entry, 0.1) == waits

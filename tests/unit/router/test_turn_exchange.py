@@ -69,7 +69,7 @@ async def test_who_waits_for_a_router_that_has_gone_is_looked_at_when_its_word_h
     turns = make_turns()
     turns.join(request(), Mailbox()).end()
     owner = request().tenant.owner
-    turns.hear("router-1", TurnNews("a life", 0.0, Next("other", 0, 0.0), {owner: Served(1e6, 0.0)}))
+    turns.hear("router-1", TurnNews("a life", 1, 0.0, Next("other", 0, 0.0), {owner: Served(1e6, 0.0)}))
     telling = asyncio.create_task(TurnExchange(turns, "router-0", lambda: 1).run())
     turn = turns.join(request(), Mailbox())
     assert not turn.has_come

@@ -18,6 +18,7 @@ import logging
 import os
 import socket
 import stat
+import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -163,9 +164,15 @@ class Siblings:
 
     @contextmanager
     def _asked(self, entry: str, what: bytes) -> Iterator[socket.socket]:
+        """Raises `TimeoutError` where it does not answer, another `OSError` where it has ended."""
         with socket.socket(socket.AF_UNIX) as connection:
+            # By the kernel: one with a timeout of Python's own would not wait where too many stand at the door.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _seconds(_ANSWER_S))
+            try:
+                connection.connect(self._path(entry))
+            except BlockingIOError:
+                raise TimeoutError(f"too many others wait for {_name_of(entry)}") from None
             connection.settimeout(_ANSWER_S)
-            connection.connect(self._path(entry))
             connection.sendall(what)
             yield connection
 
@@ -225,6 +232,11 @@ class Siblings:
         with self._handing:
             if self._listener is not None:
                 socket.send_fds(connection, [_WANTS_SOCKET], [self._listener.fileno()])
+
+
+def _seconds(seconds: float) -> bytes:
+    """As the kernel's `struct timeval`."""
+    return struct.pack("@ll", int(seconds), round(seconds % 1 * 1e6))
 
 
 def _name_of(entry: str) -> str:

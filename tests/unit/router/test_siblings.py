@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import httpx
 import psutil
 import pytest
 
+from router.http import siblings
 from router.http.siblings import Siblings
 from router.server import RouterServer
 from tandem.core import config as configuration
@@ -99,6 +101,32 @@ def test_it_is_to_be_had_as_long_as_one_has_it(sibling: Callable[[str], Siblings
     listener, is_shared = sibling("router-3").take_listener(bound)
     assert not is_shared
     listener.close()
+
+
+def test_one_at_whose_door_too_many_wait_is_silent_and_not_taken_for_ended(
+    tmp_path: Path, sibling: Callable[[str], Siblings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is stopped, and the others have asked it again and again."""
+
+    def taken() -> socket.socket:
+        raise ConfigError("the port is taken", key="--port")
+
+    monkeypatch.setattr(siblings, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(siblings, "_PATIENCE_S", 0.0)
+    starting, entry = sibling("router-0"), tmp_path / "siblings" / "router-1.77"
+    with ExitStack() as stack:
+        stopped = stack.enter_context(socket.socket(socket.AF_UNIX))
+        stopped.bind(str(entry))
+        stopped.listen(0)
+        is_full = False
+        while not is_full:
+            other = stack.enter_context(socket.socket(socket.AF_UNIX))
+            other.setblocking(False)
+            is_full = other.connect_ex(str(entry)) == errno.EAGAIN
+        with pytest.raises(ConfigError, match="the port is taken; router-1 may have it, and did not answer"):
+            starting.take_listener(taken)
+        assert asyncio.run(starting.ask(b"?")) == {"router-1": None}
+        assert entry.exists()
 
 
 def test_one_that_is_still_for_a_while_is_asked_again(tmp_path: Path) -> None:

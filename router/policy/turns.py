@@ -241,14 +241,15 @@ class TurnQueue:
         tenant = self._tenants.get(owner)
         if tenant is None:
             tenant = self._tenants[owner] = _Tenant(owner)
-            self._forget_some()
+            self._forget_some(but=tenant)
         else:
             self._tenants.move_to_end(owner)
         return tenant
 
-    def _forget_some(self) -> None:
+    def _forget_some(self, but: _Tenant) -> None:
         if len(self._tenants) > MAX_TENANTS:
-            gone = next((owner for owner, tenant in self._tenants.items() if not tenant.num_waiting), None)
+            tenants = self._tenants.items()
+            gone = next((owner for owner, tenant in tenants if not tenant.num_waiting and tenant is not but), None)
             if gone is not None:
                 del self._tenants[gone]
                 self._untold.pop(gone, None)
@@ -309,7 +310,7 @@ class _Level:
 
     def enter(self, waiting: Waiting, tenant: _Tenant, attained: float) -> None:
         line = self._lines.get(waiting.owner)
-        if line is None:
+        if line is None or line.tenant is not tenant:  # else of one that was forgotten since: nobody waits in it
             line = self._lines[waiting.owner] = _Line(tenant)
             heapq.heappush(self._by_served, (tenant.served, waiting.number, line))
         line.by_age[waiting.number] = waiting
@@ -334,7 +335,8 @@ class _Level:
             served, number, line = heap[0]
             if not line.by_age:
                 heapq.heappop(heap)
-                del self._lines[line.tenant.owner]
+                if self._lines.get(line.tenant.owner) is line:
+                    del self._lines[line.tenant.owner]
             elif line.tenant.served > served:
                 heapq.heapreplace(heap, (line.tenant.served, number, line))
             else:

@@ -216,6 +216,30 @@ def test_what_is_remembered_is_bounded(what: str) -> None:
     assert len(queue._sessions) <= MAX_SESSIONS
 
 
+def test_nobody_is_forgotten_who_waits_however_many_do() -> None:
+    entries = [waiting(f"t{number}") for number in range(MAX_TENANTS + 2)]
+    queue = queue_of(*entries)
+    for entry in entries:
+        queue.leave(entry)
+    assert queue.num_waiting == 0
+
+
+def test_who_comes_again_when_it_was_forgotten_goes_before_none_that_got_less() -> None:
+    """Somebody waited all the while, so the level has kept the line in which it waited before."""
+    queue = queue_of(waiting("b"), waiting("b"))
+    queue.charge(waiting("a"), 1000)
+    before = waiting("a")
+    queue.enter(before)
+    queue.leave(before)
+    for number in range(MAX_TENANTS):
+        queue.learn(f"t{number}", 0.0, 0.0)
+    queue.charge(waiting("b"), 5000)
+    entries = [waiting("a", tokens=2000) for _ in range(6)]
+    for entry in entries:
+        queue.enter(entry)
+    assert [take(queue).owner for _ in range(4)].count("b") == 2, "it is behind once it has got more"
+
+
 def test_levels_and_lines_of_those_that_left_are_forgotten() -> None:
     queue = queue_of(waiting("constant"))
     for number in range(5000):

@@ -128,15 +128,16 @@ def _y(share: float) -> float:
 
 def _row(drawn: Drawn, life: Life, top: int, height: int) -> Iterator[str]:
     shares, name = drawn.shares(life), life.key.worker_id
-    lived_s = max(1e-9, (life.gone_s if life.gone_s is not None else drawn.end_s) - (life.ready_s or 0.0))
+    gone_s = life.gone_s if life.gone_s is not None else drawn.end_s
+    lived_s = max(1e-9, gone_s - (life.ready_s or 0.0))
     of_column_s = drawn.end_s / _COLUMNS
     prompts, tokens = (sum(share[kind] for share in shares) * of_column_s / lived_s for kind in (0, 1))
     yield f"<g><title>{name}: computed prompts {prompts:.0%} of its time, only generated {tokens:.0%}</title>"
     yield f'<rect x="{_LEFT}" y="{top}" width="{_COLUMNS * _COLUMN}" height="{height}" fill="none"/>'
-    served = [(life.asked_s, life.ready_s if life.ready_s is not None else drawn.end_s)]
+    not_serving = [(life.asked_s, life.ready_s if life.ready_s is not None else gone_s)]
     if life.left_s is not None:
-        served.append((life.left_s, life.gone_s if life.gone_s is not None else drawn.end_s))
-    for from_s, to_s in served:
+        not_serving.append((life.left_s, gone_s))
+    for from_s, to_s in not_serving:
         if to_s > from_s:
             x, width = (_COLUMNS * _COLUMN * seconds / drawn.end_s for seconds in (from_s, to_s - from_s))
             yield f'<rect x="{_LEFT + x:.1f}" y="{top}" width="{width:.1f}" height="{height}" fill="var(--line)"/>'

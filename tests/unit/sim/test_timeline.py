@@ -82,6 +82,15 @@ def test_a_page_of_many_workers_and_an_hour_is_small_and_needs_nothing_else(tmp_
     assert len(greys) == 2, "it started, and it ends what it has"
 
 
+def test_one_that_was_given_up_while_it_started_is_drawn_until_then(tmp_path: Path) -> None:
+    given_up = Life(WorkerKey("decode-0", "1"), Role.DECODE, 1.0, Role.DECODE, left_s=2.0, gone_s=2.0)
+    outcome = Outcome(Arrival(0, 0.0, 10, 2), first_token_s=5.0, last_token_s=10.0)
+    write(tmp_path / "found.html", Drawn("a load", Timeline(), [given_up], [outcome], 10.0))
+    page = (tmp_path / "found.html").read_text()
+    greys = re.findall(r'<rect x="[\d.]+" y="\d+" width="([\d.]+)"[^>]*var\(--line\)', page)
+    assert greys == ["100.0"], "a tenth of the width"
+
+
 def test_the_command_draws_what_it_has_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "my.yaml").write_text(SCENARIO)
     assert cli.main(["sim", "run", str(tmp_path / "my.yaml"), "--timeline", str(tmp_path / "my.html")]) == 0

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from decode_worker.events import ComputesHere
 from decode_worker.ledger import Attempt
 from tandem.core.errors import InternalError
+from tandem.core.page_keys import PageKeys
 from tandem.core.pages import page_table
 from tandem.core.sampling import SampleRow, SamplingParams, SequenceState
+from tandem.core.token_ids import TokenIds, token_ids
 from tandem.worker.guide import Guide
 from tandem.worker.prompt_scoring import PromptScoring
 from tandem.worker.sequence import Sequence
 
 #: Stands for the prompt where choices are numbered.
 PROMPT = -1
-
-_ROOM = 256  # tokens
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -27,7 +27,7 @@ class DecodeJob(Attempt):
     session: int
     tpot_s: float  # in which each further token is wanted
     own_turn: float  # of its choices: without the slack that its prompt has
-    prompt_ids: list[int]
+    prompt_ids: TokenIds[int]
     params: SamplingParams
     num_choices: int
     going_on: list[int]  # the choices that have not ended
@@ -81,21 +81,20 @@ class DecodeJob(Attempt):
     def _make_sequence(
         self, choice: int, output: list[int], pages: Iterable[int], num_computed: int, num_published: int
     ) -> Sequence:
-        # With room to grow: else a long list is copied once more in the step of its first token.
-        token_ids = [*self.prompt_ids, *output, *([0] * _ROOM)]
-        del token_ids[-_ROOM:]
+        own_ids = token_ids(self.prompt_ids)
+        own_ids.extend(output)
         return Sequence(
             request_id=self.key.request_id,
             attempt=self.key.attempt,
             choice=choice,
             turn=self.own_turn,
             arrival=self.arrival,
-            token_ids=token_ids,
+            token_ids=own_ids,
             num_prompt=len(self.prompt_ids),
             params=self.params,
             num_computed=num_computed,
             pages=page_table(pages),
-            keys=list(self.page_keys),
+            keys=PageKeys(self.page_keys),
             num_published=num_published,
             cache_salt=self.cache_salt,
             tpot_s=self.tpot_s,

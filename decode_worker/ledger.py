@@ -25,6 +25,7 @@ from typing import Generic, TypeVar
 
 from kvtransfer.protocol.messages import AttemptKey
 from tandem.core.errors import OverloadedError
+from tandem.core.page_keys import PageKeys
 from tandem.core.pages import pages_for
 from tandem.worker.scheduler import BatchScheduler
 
@@ -50,7 +51,7 @@ class Attempt:
     arrival: int
     num_tokens: int  # of the prompt
     num_running: int  # choices that will run
-    page_keys: tuple[bytes, ...]
+    page_keys: PageKeys
     max_local_tokens: int = 0  # computed here when no more than this are missing
     unpaced: bool = False  # in chunks of full size then, also in the first attempt
     waits_for_grammar: bool = False  # which is being compiled: nothing of the prompt is computed before

@@ -21,7 +21,9 @@ from kvtransfer.protocol.messages import AttemptKey, Commit, Grant, RefusalReaso
 from tandem.core import fault_points
 from tandem.core.clock import Clock
 from tandem.core.errors import DrainingError, HandoffError, InternalError, InvalidRequestError, TandemError
-from tandem.core.pages import page_keys, pages_for, salted
+from tandem.core.page_keys import PageKeys
+from tandem.core.pages import next_page_keys, pages_for, salted
+from tandem.core.token_ids import token_ids
 from tandem.worker.batch import Batch
 from tandem.worker.counters import WorkerCounters
 from tandem.worker.guesses import Guesses
@@ -151,7 +153,7 @@ class DecodeRole:
         # The first attempt in the order must be able to end when it is alone, or preemption could not help.
         num_tokens = min(num_prompt + spec.params.max_tokens, self._limits.max_context)
         self._scheduler.check_fits(num_tokens, key.request_id)
-        prompt = list(spec.prompt_ids)
+        prompt = token_ids(spec.prompt_ids)
         salt = salted(self._scheduler.salt, spec.cache_salt)
         # A cached prefix has no logits.
         caching = self._scheduler.prefix_cache and not (spec.scoring and spec.scoring.num_known < num_prompt)
@@ -165,7 +167,7 @@ class DecodeRole:
             arrival=self._arrivals,
             num_tokens=num_prompt,
             num_running=max(1, len(going_on)),
-            page_keys=tuple(page_keys(prompt, self._pool.page_size, salt)) if caching else (),
+            page_keys=PageKeys(next_page_keys(prompt, self._pool.page_size, salt) if caching else ()),
             # Prefill ends a request that has ended by its own rules.
             max_local_tokens=max_local_tokens if going_on else 0,
             session=session,

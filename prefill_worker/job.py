@@ -10,6 +10,7 @@ from prefill_worker.events import PromptWork
 from tandem.core.errors import TandemError
 from tandem.core.pages import pages_for
 from tandem.core.sampling import SampledToken, SampleRow, SequenceState
+from tandem.core.token_ids import token_ids
 from tandem.worker.batch import ScheduledSequence
 from tandem.worker.guide import Guide
 from tandem.worker.prompt_pooling import PromptPooling
@@ -108,7 +109,7 @@ def make_job(
         choice=0,
         turn=turn_of(spec.priority, now_s - spec.age_s, limits.priority_ageing_s, spec.slack_s),
         arrival=arrival,
-        token_ids=list(spec.prompt_ids),
+        token_ids=token_ids(spec.prompt_ids),
         num_prompt=len(spec.prompt_ids),
         params=spec.params,
         scoring=copy(spec.scoring),

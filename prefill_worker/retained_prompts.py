@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from tandem.core.page_keys import PageKeys
 from tandem.core.pages import PagePool, page_table, private_page_keys
 from tandem.core.sampling import SampledToken, SamplingParams
 from tandem.worker.sequence import Sequence
@@ -79,7 +80,7 @@ class RetainedPrompts:
         keys, _ = self._keys_of(sequence)
         if keys[-1] != retained.last_key:  # the id of another request, used again
             return None
-        sequence.keys = keys[: sequence.num_prompt // self._pool.page_size]
+        sequence.keys = PageKeys(keys[: sequence.num_prompt // self._pool.page_size])
         return Recalled(dict(retained.first_tokens), keys)
 
     def give_pages(self, sequence: Sequence, recalled: Recalled) -> bool:
@@ -94,7 +95,7 @@ class RetainedPrompts:
     def _keys_of(self, sequence: Sequence) -> tuple[list[bytes], int]:
         """One key a page of the prompt, and how many of them others may find too."""
         page_size, num_prompt = self._pool.page_size, sequence.num_prompt
-        shared: list[bytes] = []
+        shared = PageKeys()
         if self._shares:
             sequence.extend_keys(page_size, self._salt, num_prompt)
             shared = sequence.keys[: num_prompt // page_size]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from benchmarks.host.steps import Steps
 from benchmarks.timing import timed
 from tandem.bench.machine import machine, now, versions
 from tandem.bench.report import json_file
+from tandem.core import garbage
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +84,11 @@ def _sampled(case: SamplingCase, sizes: Sizes, tell: Callable[[str], None]) -> d
 def _stepped(num_sequences: int, context: int, num_steps: int, tell: Callable[[str], None]) -> Sequence[dict[str, Any]]:
     tell(f"steps of {num_sequences} sequences of {context:,} tokens")
     steps = Steps(num_sequences, context)
+    garbage.settle()  # as a worker that is ready
+    steps.admit()
     first_s = max(steps.times_s(_NUM_FIRST))
     median_s = statistics.median(steps.times_s(num_steps))
+    gc.unfreeze()
     goal_ms = _SMALL_BATCH_MS if num_sequences <= _SMALL_BATCH else _STEP_MS
     title = f"a step of {num_sequences} × {context:,} tokens"
     return (

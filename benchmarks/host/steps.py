@@ -10,8 +10,10 @@ import torch
 
 from decode_worker.job import DecodeJob
 from kvtransfer.protocol.messages import AttemptKey
-from tandem.core.pages import PagePool, page_keys, pages_for
+from tandem.core.page_keys import PageKeys
+from tandem.core.pages import PagePool, next_page_keys, pages_for
 from tandem.core.sampling import SamplingParams
+from tandem.core.token_ids import TokenIds, token_ids
 from tandem.engine.batch import build_batch, check_pages, check_sequence
 from tandem.engine.layout import KVLayout
 from tandem.worker.batch import SchedulerLimits
@@ -27,19 +29,25 @@ _ROOM = 1024  # tokens that each sequence may generate
 
 
 class Steps:
-    """A decode worker's batch of `num_sequences` handoffs of about `context` tokens, which have just come.
+    """A decode worker's batch, for `num_sequences` handoffs of about `context` tokens.
 
     Their lengths differ, so that about as many pages fill in each step as in any other.
     """
 
     def __init__(self, num_sequences: int, context: int) -> None:
+        self._num_sequences = num_sequences
+        self._context = context
         self._max_context = context + _ROOM
         pool = PagePool(num_sequences * pages_for(self._max_context, PAGE_SIZE), PAGE_SIZE)
         limits = SchedulerLimits(num_sequences, max(2048, num_sequences), 512, num_sequences)
         self._scheduler = BatchScheduler(pool, limits, salt=_SALT)
         self._sampled = [[7]] * num_sequences
-        for number in range(num_sequences):
-            job = _job(number, [number, *[1] * (context - 1 - number % PAGE_SIZE)])
+
+    def admit(self) -> None:
+        """All handoffs come."""
+        pool = self._scheduler.pool
+        for number in range(self._num_sequences):
+            job = _job(number, token_ids([number, *[1] * (self._context - 1 - number % PAGE_SIZE)]))
             pages = pool.allocate(pages_for(job.num_tokens, PAGE_SIZE))
             assert pages is not None
             self._scheduler.enter(job.begin_choice(0, [7], pages, 0))
@@ -63,7 +71,7 @@ class Steps:
         return found
 
 
-def _job(number: int, prompt: list[int]) -> DecodeJob:
+def _job(number: int, prompt: TokenIds[int]) -> DecodeJob:
     return DecodeJob(
         key=AttemptKey(f"r{number}", 1),
         turn=0.0,
@@ -72,7 +80,7 @@ def _job(number: int, prompt: list[int]) -> DecodeJob:
         arrival=number,
         num_tokens=len(prompt),
         num_running=1,
-        page_keys=tuple(page_keys(prompt, PAGE_SIZE, _SALT)),
+        page_keys=PageKeys(next_page_keys(prompt, PAGE_SIZE, _SALT)),
         session=0,
         prompt_ids=prompt,
         params=SamplingParams(max_tokens=_ROOM),

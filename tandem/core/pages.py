@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -69,9 +70,15 @@ def next_page_keys(
     """The keys of `page_keys` behind the `known` ones, one by one: whoever stops early has paid for what it took."""
     previous = known[-1] if known else hashlib.sha256(salt).digest()
     for start in range(len(known) * page_size, len(token_ids) - page_size + 1, page_size):
-        chunk = struct.pack(f"<{page_size}I", *token_ids[start : start + page_size])
-        previous = hashlib.sha256(previous + chunk).digest()
+        previous = hashlib.sha256(previous + _packed(token_ids[start : start + page_size])).digest()
         yield previous
+
+
+def _packed(token_ids: Sequence[int]) -> bytes:
+    """Little-endian uint32."""
+    if isinstance(token_ids, array) and token_ids.typecode == "I" and sys.byteorder == "little":
+        return token_ids.tobytes()
+    return struct.pack(f"<{len(token_ids)}I", *token_ids)
 
 
 def model_salt(weights_sha256: str) -> bytes:

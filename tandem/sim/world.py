@@ -26,6 +26,7 @@ from tandem.core.identity import Role, WorkerKey
 from tandem.core.pages import page_table, pages_for
 from tandem.core.sampling import SamplingParams
 from tandem.core.step_times import StepTimes
+from tandem.core.token_ids import token_ids
 from tandem.sim.cores import SharedCores
 from tandem.sim.figures import Figures
 from tandem.sim.fleet import Fleet
@@ -318,7 +319,7 @@ class World:
         arrival = job.outcome.arrival
         return Choice(
             request_id=job.request_id, attempt=1, choice=0, turn=0.0, arrival=arrival.number,
-            token_ids=[TOKEN] * arrival.num_input, num_prompt=arrival.num_input,
+            token_ids=token_ids([TOKEN]) * arrival.num_input, num_prompt=arrival.num_input,
             params=SamplingParams(max_tokens=arrival.num_output), paced=machine.role is Role.DECODE and job.is_paced,
             yields=not job.is_paced, tpot_s=self.shape.tpot_s,
         )  # fmt: skip

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar, Protocol
 
+from tandem.core.token_ids import TokenIds
 from tandem.worker.batch import Batch
 from tandem.worker.sequence import Sequence
 
@@ -58,11 +59,11 @@ class Lookup:
     """Where each run of tokens came last in one sequence.
 
     Args:
-        token_ids: the sequence's own list, which grows.
+        token_ids: the sequence's own, which grow.
     """
 
-    token_ids: list[int]
-    # By the hash of a run, which takes less memory than the run: the position behind it, which is in the list.
+    token_ids: TokenIds[int]
+    # By the hash of a run, which takes less memory than the run: the position behind it, which is one of `token_ids`.
     _behind: dict[int, int] = field(default_factory=dict)
     _num_noted: int = min(_RUNS)
 
@@ -83,7 +84,7 @@ class Lookup:
         found = self.token_ids[place : place + num]
         return [found[index % len(found)] for index in range(num)]
 
-    def _find(self, run: list[int]) -> int | None:
+    def _find(self, run: TokenIds[int]) -> int | None:
         """The position behind it where it came last."""
         place = self._behind.get(hash(tuple(run)))
         return place if place is not None and self.token_ids[place - len(run) : place] == run else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtransfer.protocol.messages import AttemptKey
@@ -28,7 +29,7 @@ class AttemptSpec:
 
     key: AttemptKey
     priority: int  # lower is more urgent
-    prompt_ids: tuple[int, ...]
+    prompt_ids: Sequence[int]
     params: SamplingParams
     num_choices: int = 1
     journal: tuple[ChoiceJournal, ...] = ()  # choices that have tokens are not sampled again

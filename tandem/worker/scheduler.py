@@ -37,6 +37,7 @@ from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 
 from tandem.core.errors import InvalidRequestError, OverloadedError
+from tandem.core.page_keys import PageKeys
 from tandem.core.pages import PagePool, page_table, pages_for
 from tandem.core.step_times import NO_PROMPTS, PromptSteps
 from tandem.core.tiers import PageTiers
@@ -340,7 +341,7 @@ class BatchScheduler:
         sequence.num_published = len(cached)
         return True
 
-    def wanted_keys(self, sequence: Sequence) -> list[bytes]:
+    def wanted_keys(self, sequence: Sequence) -> PageKeys:
         """Keys of the leading pages that a waiting sequence takes from the cache if they are there."""
         if self.prefix_cache:
             sequence.extend_keys(self.pool.page_size, self.salt, len(sequence.token_ids))
@@ -490,8 +491,11 @@ class BatchScheduler:
     def _publish_to(self, sequence: Sequence, end: int) -> None:
         """Add the pages before the `end`th, which are full."""
         sequence.extend_keys(self.pool.page_size, self.salt, end * self.pool.page_size)
-        for index in range(sequence.num_published, end):
-            self.pool.publish(sequence.pages[index], sequence.keys[index])
+        begin = sequence.num_published
+        before = sequence.keys[begin - 1] if 0 < begin < end else b""
+        for page, key in zip(sequence.pages[begin:end], sequence.keys[begin:end], strict=True):
+            self.pool.publish(page, key)
             if self.tiers is not None:
-                self.tiers.entered(sequence.keys[index], sequence.keys[index - 1] if index else b"")
+                self.tiers.entered(key, before)
+            before = key
         sequence.num_published = max(sequence.num_published, end)

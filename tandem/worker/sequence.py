@@ -8,8 +8,10 @@ from enum import Enum
 from itertools import islice
 from typing import Any
 
+from tandem.core.page_keys import PageKeys
 from tandem.core.pages import PageTable, next_page_keys, page_table, salted
 from tandem.core.sampling import SamplingParams
+from tandem.core.token_ids import TokenIds
 from tandem.worker.prompt_pooling import PromptPooling
 from tandem.worker.prompt_scoring import PromptScoring
 
@@ -32,7 +34,7 @@ class Sequence:
     choice: int
     turn: float  # lower goes first: `tandem.worker.turn`
     arrival: int  # position in the order of arrival at this worker
-    token_ids: list[int]
+    token_ids: TokenIds[int]
     num_prompt: int
     params: SamplingParams
     # False: only KV is wanted, nothing is sampled when all is computed (a prompt whose choices have journals).
@@ -41,7 +43,7 @@ class Sequence:
     # Invariant: covers [0, num_computed); page i holds slots [i * page_size, (i + 1) * page_size).
     pages: PageTable[int] = field(default_factory=page_table)
     # Keys of the leading full pages; grows with the tokens, see `extend_keys`.
-    keys: list[bytes] = field(default_factory=list)
+    keys: PageKeys = field(default_factory=PageKeys)
     num_published: int = 0  # leading pages offered to the prefix cache
     num_cached: int = 0  # tokens found in the prefix cache at the last admission
     num_preemptions: int = 0
@@ -93,7 +95,7 @@ class Sequence:
 
     @property
     def output_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt :]
+        return self.token_ids[self.num_prompt :].tolist()
 
     @property
     def num_output(self) -> int:
@@ -105,7 +107,7 @@ class Sequence:
         if num_missing > 0:
             # A page that has filled costs one hash, however long the context is.
             following = next_page_keys(self.token_ids, page_size, salted(salt, self.cache_salt), self.keys)
-            self.keys += list(islice(following, num_missing))
+            self.keys.extend(islice(following, num_missing))
 
     def __repr__(self) -> str:
         return f"<{self.request_id}#{self.attempt}/{self.choice} {self.num_computed}/{len(self.token_ids)}>"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from tandem.core.errors import InvalidRequestError
 from tandem.worker.request import AttemptSpec, RequestLimits
 from tandem.worker.sequence import finish_reason
@@ -57,7 +59,7 @@ def open_journals(spec: AttemptSpec, limits: RequestLimits) -> tuple[dict[int, l
 
 
 def _check_ids(token_ids: Sequence[int], vocab_size: int, request_id: str) -> None:
-    greatest = max(token_ids)
+    greatest = int(np.asarray(token_ids).max())
     if greatest >= vocab_size:
         raise InvalidRequestError(
             f"token {greatest} is not of this model: it has {vocab_size}", field="prompt", request_id=request_id

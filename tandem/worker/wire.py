@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from google.protobuf.message import DecodeError
 
 from kvtransfer.layout import LayoutId
@@ -13,6 +15,7 @@ from kvtransfer.protocol.capability import is_seal_of, seal, split_seal
 from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FirstToken, Grant, RefusalReason
 from kvtransfer.wire import layout_from_proto, layout_to_proto
 from tandem.core.errors import HandoffError
+from tandem.core.token_ids import TokenIds, token_ids
 from tandem.rpc.convert import by_name, error_to_proto, sampling_from_proto
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import decode_pb2 as decode_pb
@@ -34,7 +37,7 @@ def spec_from_proto(message: decode_pb.Reserve | prefill_pb.StartPrefill) -> Att
     return AttemptSpec(
         key=AttemptKey(message.request_id, message.attempt),
         priority=message.priority,
-        prompt_ids=tuple(message.prompt_ids),
+        prompt_ids=_token_ids(message.prompt_ids),
         params=sampling_from_proto(message.sampling),
         num_choices=message.num_choices or 1,
         journal=tuple(ChoiceJournal(j.choice, tuple(j.token_ids), j.finished) for j in message.journal),
@@ -45,6 +48,13 @@ def spec_from_proto(message: decode_pb.Reserve | prefill_pb.StartPrefill) -> Att
         slack_s=max(0.0, message.slack_s),
         tpot_s=(message.tpot_s if isinstance(message, decode_pb.Reserve) else 0.0) or math.inf,
     )
+
+
+def _token_ids(repeated: Iterable[int]) -> TokenIds[int]:
+    ids = token_ids()
+    # numpy takes all of them at once, where an array would take one after the other.
+    ids.frombytes(np.asarray(repeated, np.uint32).tobytes())
+    return ids
 
 
 def token_to_proto(sampled: TokenSampled) -> pb.Token:

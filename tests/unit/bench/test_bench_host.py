@@ -40,6 +40,7 @@ def test_a_figure_beyond_its_goal_is_said_to_miss_it() -> None:
 def test_steps_are_those_of_a_decode_worker() -> None:
     """All sequences generate, and their full pages are in the prefix cache."""
     steps = Steps(3, 100)
+    steps.admit()
     steps.times_s(PAGE_SIZE)
     running = steps._scheduler.running
     assert [sequence.num_output for sequence in running] == [PAGE_SIZE + 1] * 3

@@ -408,7 +408,7 @@ def test_kv_counts_only_up_to_the_first_wrong_guess() -> None:
             world.step()
             for sequence in world.scheduler.running:
                 assert sequence.num_to_compute == 1, "the newest token alone"
-                assert sequence.token_ids[len(prompt) :] == world.text[: sequence.num_output]
+                assert sequence.output_ids == world.text[: sequence.num_output]
         num_guesses += world.counters.num_guesses
         num_right += world.counters.num_right_guesses
     assert num_guesses > num_right > 0

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from decode_worker.ledger import RESERVED_SHARE, Attempt, AttemptState, Ledger
 from kvtransfer.protocol.messages import AttemptKey
 from tandem.core.errors import OverloadedError
+from tandem.core.page_keys import PageKeys
 from tandem.core.pages import PagePool, page_keys
 from tandem.core.sampling import SamplingParams
+from tandem.core.token_ids import token_ids
 from tandem.worker.batch import SchedulerLimits
 from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.sequence import Sequence
@@ -39,7 +41,7 @@ def reservation(
     unpaced: bool = False,
 ) -> Attempt:
     """`arrival`: its place in the order of arrival, and the second in which it came."""
-    keys = tuple(page_keys(tokens, PAGE, b"m")) if tokens else ()
+    keys = PageKeys(page_keys(tokens, PAGE, b"m") if tokens else ())
     num_tokens = len(tokens) if tokens else num_pages * PAGE
     return Attempt(
         key=AttemptKey(name, 1), turn=turn_of(priority, arrival, ageing_s), arrival=arrival, num_tokens=num_tokens,
@@ -77,7 +79,7 @@ def give_back(queue: Queue, name: str) -> None:
 def compute(queue: Queue, taken: Attempt) -> None:
     key = taken.key
     num_tokens, num_cached = taken.num_tokens, len(taken.cached) * PAGE
-    ids, turn, arrival = [1] * num_tokens, taken.turn, taken.arrival
+    ids, turn, arrival = token_ids([1] * num_tokens), taken.turn, taken.arrival
     sequence = Sequence(key.request_id, 1, 0, turn, arrival, ids, num_tokens, SamplingParams(), True, num_cached)
     sequence.pages = [*taken.cached, *taken.pages]
     queue._scheduler.enter(sequence)
@@ -109,7 +111,7 @@ def run(queue: Queue, num: int, pages_each: int = 1) -> list[Sequence]:
     """Sequences that run already."""
     running = []
     for n in range(num):
-        sequence = Sequence("run", 1, n, 0, n, [1] * PAGE, PAGE, SamplingParams(), num_computed=PAGE - 1)
+        sequence = Sequence("run", 1, n, 0, n, token_ids([1] * PAGE), PAGE, SamplingParams(), num_computed=PAGE - 1)
         sequence.pages = pool(queue).allocate(pages_each) or []
         queue._scheduler.enter(sequence)
         running.append(sequence)

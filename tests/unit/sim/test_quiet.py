@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tandem.core.pages import PagePool
 from tandem.core.sampling import SamplingParams
 from tandem.core.step_times import Fitted
+from tandem.core.token_ids import token_ids
 from tandem.sim.quiet import advance, quiet_steps, quiet_times
 from tandem.worker.batch import SchedulerLimits
 from tandem.worker.scheduler import BatchScheduler
@@ -43,7 +44,14 @@ def begun(load: Load) -> BatchScheduler:
     for number, (num_prompt, num_output) in enumerate(load.requests):
         scheduler.add(
             Sequence(
-                str(number), 1, 0, 0.0, number, [1] * num_prompt, num_prompt, SamplingParams(max_tokens=num_output)
+                str(number),
+                1,
+                0,
+                0.0,
+                number,
+                token_ids([1] * num_prompt),
+                num_prompt,
+                SamplingParams(max_tokens=num_output),
             )
         )
     for _ in range(load.num_before):

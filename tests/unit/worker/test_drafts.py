@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.core.clock import VirtualClock
+from tandem.core.page_keys import PageKeys
 from tandem.core.pages import PagePool, page_keys
 from tandem.core.sampling import SampleRow, SamplingParams, SequenceState
+from tandem.core.token_ids import token_ids
 from tandem.worker.draft_costs import Timing
 from tandem.worker.drafts import DraftInput, Drafts
 from tandem.worker.guesses import Guesses, Source
@@ -58,8 +60,9 @@ class Model:
         state = given.row.state
         assert isinstance(state, State)
         assert given.row.position == end - state.num_prompt
-        assert len(context) >= len(state.token_ids)
-        assert context[: len(state.token_ids)] == state.token_ids, "behind it there are proposals of this step alone"
+        known = list(state.token_ids)
+        assert len(context) >= len(known)
+        assert context[: len(known)] == known, "behind it there are proposals of this step alone"
         self.contexts.append(context)
         return rule(context) % self.vocab_size if self.is_right(end) else VOCAB + 1
 
@@ -79,17 +82,17 @@ class Owner:
 
 
 def sequence(prompt: list[int], num_output: int = 1, max_tokens: int = 1000, *, keyed: bool = False) -> Sequence:
-    token_ids = list(prompt)
+    text = token_ids(prompt)
     for _ in range(num_output):
-        token_ids.append(rule(token_ids))
+        text.append(rule(text))
     state = State(())
-    state.num_prompt, state.token_ids = len(prompt), token_ids
+    state.num_prompt, state.token_ids = len(prompt), text
     made = Sequence(
-        "r", 1, 0, 0.0, 0, token_ids, len(prompt), SamplingParams(max_tokens=max_tokens), owner=Owner(state),
-        num_computed=len(token_ids) - 1,
+        "r", 1, 0, 0.0, 0, text, len(prompt), SamplingParams(max_tokens=max_tokens), owner=Owner(state),
+        num_computed=len(text) - 1,
     )  # fmt: skip
     if keyed:
-        made.keys = page_keys(prompt, PAGE, b"m")
+        made.keys = PageKeys(page_keys(prompt, PAGE, b"m"))
     return made
 
 
@@ -154,7 +157,7 @@ def test_a_draft_that_is_always_right_saves_steps() -> None:
     assert world.num_right == world.num_proposed > 120
     assert world.num_steps < 60
     for context in world.model.contexts:
-        assert context == text.token_ids[: len(context)]
+        assert context == list(text.token_ids[: len(context)])
 
 
 @settings(max_examples=60, deadline=None)

@@ -7,23 +7,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.core.sampling import SamplingParams
+from tandem.core.token_ids import token_ids
 from tandem.worker.guesses import Guesser, Guesses, Lookup
 from tandem.worker.sequence import Sequence
 
 PAGE = 16
 
 
-def looked_through(token_ids: list[int]) -> Lookup:
-    lookup = Lookup(token_ids)
-    lookup.note(len(token_ids))
+def looked_through(text: list[int]) -> Lookup:
+    lookup = Lookup(token_ids(text))
+    lookup.note(len(text))
     return lookup
 
 
-def sequence(token_ids: list[int], *, num_prompt: int | None = None, **params: object) -> Sequence:
+def sequence(text: list[int], *, num_prompt: int | None = None, **params: object) -> Sequence:
     """One that generates: all but its newest token is computed."""
-    num_prompt = len(token_ids) - 1 if num_prompt is None else num_prompt
+    num_prompt = len(text) - 1 if num_prompt is None else num_prompt
     of_it = SamplingParams(**({"max_tokens": 100} | params))  # type: ignore[arg-type]
-    return Sequence("r", 1, 0, 0.0, 0, token_ids, num_prompt, of_it, num_computed=len(token_ids) - 1)
+    return Sequence("r", 1, 0, 0.0, 0, token_ids(text), num_prompt, of_it, num_computed=len(text) - 1)
 
 
 def guesses(most: int = 5, num_rows: int = 6) -> Guesses:
@@ -45,22 +46,22 @@ def test_the_last_place_counts_and_what_repeats_itself_goes_on() -> None:
 
 
 @given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 9))
-def test_a_guess_came_behind_the_same_run(token_ids: list[int], num: int) -> None:
-    found = looked_through(token_ids).next_tokens(num)
-    runs = [run for run in (6, 3) if run <= len(token_ids)]
+def test_a_guess_came_behind_the_same_run(text: list[int], num: int) -> None:
+    found = looked_through(text).next_tokens(num)
+    runs = [run for run in (6, 3) if run <= len(text)]
     all_places = (
-        [place for place in range(run, len(token_ids)) if token_ids[place - run : place] == token_ids[-run:]]
+        [place for place in range(run, len(text)) if text[place - run : place] == text[-run:]]
         for run in runs
     )
     places = next((places for places in all_places if places), [])
     assert len(found) == (num if places else 0)
     if found:
-        behind = token_ids[places[-1] :]
+        behind = text[places[-1] :]
         assert found == [behind[index % len(behind)] for index in range(num)]
 
 
 def test_a_long_text_is_looked_through_a_part_at_a_time() -> None:
-    lookup = Lookup([*range(1000), 5, 6, 7])
+    lookup = Lookup(token_ids([*range(1000), 5, 6, 7]))
     lookup.note(256)
     assert len(lookup._behind) == 256 + 253
     assert lookup.next_tokens(2) == [8, 9], "what is known already serves"
@@ -123,7 +124,7 @@ def test_there_are_none_beside_a_prompt_and_none_are_left_of_an_earlier_step() -
 
 
 @pytest.mark.parametrize(
-    ("token_ids", "params", "num"),
+    ("text", "params", "num"),
     [
         ([1, 2, 3] * 3, {}, 2),
         ([1, 2, 3] * 3, {"max_tokens": 3}, 1),  # one is there, one comes in any case
@@ -136,8 +137,8 @@ def test_there_are_none_beside_a_prompt_and_none_are_left_of_an_earlier_step() -
     ],
 )
 def test_guesses_stay_within_page_output_and_context_and_are_no_ends(
-    token_ids: list[int], params: dict[str, object], num: int
+    text: list[int], params: dict[str, object], num: int
 ) -> None:
-    of_it = sequence(token_ids, num_prompt=len(token_ids) - 1, **params)
+    of_it = sequence(text, num_prompt=len(text) - 1, **params)
     guesses().plan([of_it])
     assert len(of_it.guesses) == num

@@ -14,6 +14,7 @@ from tandem.core.errors import InvalidRequestError
 from tandem.core.pages import PagePool
 from tandem.core.pooling import Pooling, PoolingKind, PoolingTask
 from tandem.core.sampling import SamplingParams
+from tandem.core.token_ids import token_ids
 from tandem.worker.batch import SchedulerLimits
 from tandem.worker.prompt_pooling import PromptPooling
 from tandem.worker.request import AttemptSpec, RequestLimits
@@ -35,7 +36,7 @@ def prompt(name: str, num_tokens: int, kind: PoolingKind, *, arrival: int = 0, f
         choice=0,
         turn=0.0,
         arrival=arrival,
-        token_ids=[first + i for i in range(num_tokens)],
+        token_ids=token_ids(first + i for i in range(num_tokens)),
         num_prompt=num_tokens,
         params=SamplingParams(),
         samples=False,

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tandem.core.pages import PagePool
 from tandem.core.prompt_scores import TokenScore
 from tandem.core.sampling import SamplingParams
+from tandem.core.token_ids import token_ids
 from tandem.worker.batch import Batch, ScheduledSequence, SchedulerLimits
 from tandem.worker.prompt_scoring import PromptScoring, take_scores
 from tandem.worker.scheduler import BatchScheduler
@@ -33,7 +34,7 @@ def prompt(
         choice=0,
         turn=0.0,
         arrival=arrival,
-        token_ids=[first + i for i in range(num_tokens)],
+        token_ids=token_ids(first + i for i in range(num_tokens)),
         num_prompt=num_tokens,
         params=SamplingParams(),
         scoring=None if known is None else PromptScoring(0, known),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tandem.core.errors import InvalidRequestError, OverloadedError
 from tandem.core.pages import PagePool, page_keys, page_table
 from tandem.core.sampling import SamplingParams
+from tandem.core.token_ids import token_ids
 from tandem.worker.batch import Batch, SchedulerLimits
 from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.sequence import FinishReason, Sequence, finish_reason
@@ -37,7 +38,7 @@ def prompt(
         choice=0,
         turn=turn_of(priority, arrival, ageing_s),
         arrival=arrival,
-        token_ids=[(first + i) % 1000 for i in range(num_tokens)],
+        token_ids=token_ids((first + i) % 1000 for i in range(num_tokens)),
         num_prompt=num_tokens,
         params=SamplingParams(),
     )
@@ -262,7 +263,7 @@ def test_a_preempted_sequence_is_replayed_from_its_first_token() -> None:
     scheduler.pool.release(scheduler.remove(scheduler.running[0]))
     batch = step(scheduler)
     assert shape(batch) == [("b", 0, len(known), True)]
-    assert b.token_ids == [*known, 7]
+    assert list(b.token_ids) == [*known, 7]
     assert b.num_preemptions == 1
 
 
@@ -301,7 +302,9 @@ def test_shared_pages_are_copied_before_they_are_written() -> None:
 def test_a_page_that_a_step_copies_is_nobodys_before_the_step_has_ended() -> None:
     """Its other owner gives it up in the same step; whoever got it then could write to it before it is copied."""
     scheduler = make_scheduler(num_pages=3)
-    first, second = (Sequence("a", 1, n, 0, n, [1] * 6, 5, SamplingParams(), num_computed=5) for n in range(2))
+    first, second = (
+        Sequence("a", 1, n, 0, n, token_ids([1] * 6), 5, SamplingParams(), num_computed=5) for n in range(2)
+    )
     first.pages = page_table(scheduler.pool.allocate(2) or [])
     second.pages = page_table(first.pages)
     scheduler.pool.share(first.pages)

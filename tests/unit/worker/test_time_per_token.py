@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tandem.core.pages import PagePool
 from tandem.core.sampling import SamplingParams
 from tandem.core.step_times import NO_PROMPTS, PromptSteps
+from tandem.core.token_ids import token_ids
 from tandem.worker.batch import Batch, SchedulerLimits
 from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.sequence import Sequence
@@ -38,8 +39,8 @@ class Worker:
     ) -> Sequence:
         number = next(self.numbers)
         sequence = Sequence(
-            str(number), 1, 0, 0.0, number, [1] * num_prompt, num_prompt, SamplingParams(max_tokens=num_output),
-            yields=yields, paced=paced, tpot_s=tpot_s,
+            str(number), 1, 0, 0.0, number, token_ids([1] * num_prompt), num_prompt,
+            SamplingParams(max_tokens=num_output), yields=yields, paced=paced, tpot_s=tpot_s,
         )  # fmt: skip
         self.scheduler.add(sequence)
         return sequence

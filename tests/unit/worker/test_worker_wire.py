@@ -15,6 +15,7 @@ from tandem.core import errors
 from tandem.core.errors import HandoffError, InvalidRequestError, TandemError, TransportError, WorkerLostError
 from tandem.core.pages import PageCounts
 from tandem.core.sampling import SampledToken, SamplingParams
+from tandem.core.token_ids import token_ids
 from tandem.rpc.convert import (
     error_from_proto,
     error_from_rpc,
@@ -252,4 +253,4 @@ def test_a_request_comes_as_its_router_described_it() -> None:
         journal=[pb.ChoiceJournal(choice=1, token_ids=[8]), pb.ChoiceJournal(choice=2, finished=True)],
     )
     journal = (ChoiceJournal(1, (8,)), ChoiceJournal(2, (), finished=True))
-    assert spec_from_proto(message) == AttemptSpec(KEY, 2, (5, 6, 7), params, 1, journal, age_s=1.5)
+    assert spec_from_proto(message) == AttemptSpec(KEY, 2, token_ids([5, 6, 7]), params, 1, journal, age_s=1.5)

@@ -26,6 +26,7 @@ _VOCAB = 128_256
 _SALT = b"measured"
 _CPU = torch.device("cpu")
 _ROOM = 1024  # tokens that each sequence may generate
+_STRIDE = 7919  # between tokens that follow each other: a text has many different ones
 
 
 class Steps:
@@ -46,8 +47,11 @@ class Steps:
     def admit(self) -> None:
         """All handoffs come."""
         pool = self._scheduler.pool
+        text = token_ids(_STRIDE * place % _VOCAB for place in range(self._context))
         for number in range(self._num_sequences):
-            job = _job(number, token_ids([number, *[1] * (self._context - 1 - number % PAGE_SIZE)]))
+            prompt = text[: self._context - number % PAGE_SIZE]
+            prompt[0] = number
+            job = _job(number, prompt)
             pages = pool.allocate(pages_for(job.num_tokens, PAGE_SIZE))
             assert pages is not None
             self._scheduler.enter(job.begin_choice(0, [7], pages, 0))

@@ -10,11 +10,13 @@ import hashlib
 import math
 import struct
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 from tandem.core.errors import InvalidRequestError
+from tandem.core.token_ids import TokenIds, token_ids
 
 #: Below this temperature, dividing logits by it only loses precision: the choice is the arg max.
 GREEDY_TEMPERATURE = 1e-5
@@ -85,17 +87,22 @@ def _require(condition: bool, name: str, rule: str, value: object) -> None:
 class SequenceState:
     """What the penalties and the bad words of one choice need.
 
+    Args:
+        prompt_ids: kept, and not to change until `seen` has been asked for.
+
     Attributes:
-        seen: the tokens of prompt and output.
         output_counts: the tokens of the output alone, with how often each occurs.
         output_ids: the tokens of the output, in order.
         bounds: what the sampler has made of the choice's parameters, which it keeps here.
     """
 
-    __slots__ = ("bounds", "output_counts", "output_ids", "seen")
+    __slots__ = ("_known", "_prompt_ids", "_seen", "bounds", "output_counts", "output_ids")
 
-    def __init__(self, prompt_ids: Iterable[int], output_ids: Iterable[int] = ()) -> None:
-        self.seen = set(prompt_ids)
+    def __init__(self, prompt_ids: Collection[int], output_ids: Iterable[int] = ()) -> None:
+        self._prompt_ids = prompt_ids
+        # Both once `seen` has been asked for: the same tokens, in order and to be looked up.
+        self._seen: TokenIds[int] | None = None
+        self._known: dict[int, None] = {}
         self.output_counts: Counter[int] = Counter()
         self.output_ids: list[int] = []
         self.bounds: object = None
@@ -106,7 +113,21 @@ class SequenceState:
         """Note one generated token."""
         self.output_counts[token_id] += 1
         self.output_ids.append(token_id)
-        self.seen.add(token_id)
+        if self._seen is not None and token_id not in self._known:
+            self._known[token_id] = None
+            self._seen.append(token_id)
+
+    @property
+    def seen(self) -> TokenIds[int]:
+        """The different tokens of prompt and output, in the order in which they came first.
+
+        They are looked for when this is first asked for: only repetition penalties ask, and prompts may be long.
+        """
+        if self._seen is None:
+            self._known = dict.fromkeys(chain(self._prompt_ids, self.output_ids))
+            self._seen = token_ids(self._known)
+            self._prompt_ids = ()
+        return self._seen
 
 
 class Guide(Protocol):

@@ -163,8 +163,7 @@ class _Edits:
     def add(self, place: int, row: SampleRow, bounds: TokenBounds, mask: TokenMask | None) -> None:
         params, state = row.params, row.state
         if params.repetition_penalty != 1.0:
-            seen = np.fromiter(state.seen, dtype=np.int64, count=len(state.seen))
-            self._seen.add(place, seen, params.repetition_penalty)
+            self._seen.add(place, np.array(state.seen, np.int64), params.repetition_penalty)
         counts = state.output_counts
         if counts and (params.frequency_penalty or params.presence_penalty):
             output = np.fromiter(counts.keys(), dtype=np.int64, count=len(counts))

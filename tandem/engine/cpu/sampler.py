@@ -132,7 +132,7 @@ def _obey(
 def _change_logits(values: np.ndarray, row: SampleRow, bounds: TokenBounds) -> None:
     params, state = row.params, row.state
     if params.repetition_penalty != 1.0 and state.seen:
-        seen = np.fromiter(state.seen, dtype=np.int64, count=len(state.seen))
+        seen = np.array(state.seen, np.int64)
         old = values[seen]
         values[seen] = np.where(old > 0, old / params.repetition_penalty, old * params.repetition_penalty)
     counts = state.output_counts

@@ -13,7 +13,8 @@ Who has waited for nothing is lifted to the least counter of all that wait, at w
 **The bound.** What a router knows of another is as old as the time between two words, and counters count as equal that
 differ by no more than they grow in twice that time. So beside the bound of one queue, two tenants that both have a
 backlog differ by at most what all workers give in three times that time, divided by the smaller weight: no more after
-an hour than after a second. With more than `MOST_TOLD` tenants that are served at a time, their counters take turns to be told.
+an hour than after a second. With more than `MOST_TOLD` tenants that are served at a time, their counters take turns to
+be told.
 
 **Nothing waits for a router that says nothing.** What it said holds for `FRESH_S`; and when one is heard again of which
 words were lost, nobody who waits has a claim from that time. One that had nothing to tell has lost none. Who asks now

@@ -21,7 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 from router.http.bodies import Bodies
 from router.http.error_shapes import error_body_at
 from router.http.grammars import GrammarCheck
-from router.http.protocol import ABORT, WRITE_PART
+from router.http.protocol import ABORT, ARRIVED, WRITE_PART
 from router.lifecycle.context import RouterContext
 from router.lifecycle.deadline import check_deadline
 from router.lifecycle.delta_buffer import DeltaBuffer
@@ -65,7 +65,7 @@ class Exchange:
         self._targets = Targets.of(context.config)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrived_s = self._context.clock.now()
+        arrived_s = scope["state"].get(ARRIVED, self._context.clock.now())  # a batch comes over no connection
         request_id: str = scope["state"]["request_id"]
         tenant: Tenant = scope["state"]["tenant"]
         tenants = self._context.tenants

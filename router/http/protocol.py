@@ -13,6 +13,7 @@ import asyncio
 import logging
 import secrets
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -34,8 +35,11 @@ _UVICORN = logging.getLogger("uvicorn.error.protocol")
 _UVICORN.setLevel(logging.ERROR)
 
 _LAST_LOOK_S = 0.01
+_LOOP_TICK_S = 0.001
 MAX_HEAD_BYTES = 16 << 10
 
+#: In `scope["state"]`: when the head of the request had come, on the monotonic clock.
+ARRIVED = "arrived_s"
 #: In `scope["state"]`: a function that cuts the connection off at once, with what waits to be written.
 ABORT = "abort_connection"
 #: In `scope["state"]`: a function that sends the next part of a body which has begun, and says whether it could do so
@@ -91,6 +95,10 @@ class BoundedProtocol(H11Protocol):
         self._on_lost()
 
     def data_received(self, data: bytes) -> None:
+        if self.conn.their_state in (h11.IDLE, h11.DONE):
+            # What had come before the loop looked waits while it serves what it saw first. Its own time is that of the
+            # look, and lacks the rest of the millisecond.
+            self.app_state[ARRIVED] = min(time.monotonic(), self.loop.time() + _LOOP_TICK_S)
         if self.conn.their_state is h11.SEND_BODY:
             self._num_body_bytes += len(data)
         elif self.conn.their_state is h11.IDLE and self._is_head_too_large(data):

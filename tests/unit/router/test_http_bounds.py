@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from router.http.protocol import ARRIVED
 from router.http.server import HttpServer, listen
 from tandem.core.config import LimitsConfig
 from tests.support.router_site import Site
@@ -247,6 +248,31 @@ async def _answer(scope: Scope, receive: Receive, send: Send, body: bytes = b"{}
     length = [(b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": length})
     await send({"type": "http.response.body", "body": body})
+
+
+async def test_requests_that_come_together_have_come_at_the_same_time() -> None:
+    """Each waits until those before it are served: that is part of its time."""
+    arrived_s, served_s = [], []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        arrived_s.append(scope["state"][ARRIVED])
+        served_s.append(time.monotonic())
+        time.sleep(0.05)  # noqa: ASYNC251 - as what is computed for a request does: the loop stands still
+        await _answer(scope, receive, send)
+
+    async with serving(app) as port:
+        pairs = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+        for number in range(2):
+            came_s = time.monotonic()
+            for _, writer in pairs:
+                writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")  # at once, before the loop looks
+            for reader, _ in pairs:
+                assert b"200" in await reader.readuntil(b"{}")
+            assert served_s[-1] - served_s[-4] >= 0.15
+            assert len(arrived_s) == 4 * (number + 1)
+            assert all(came_s - 0.002 <= arrived < came_s + 0.04 for arrived in arrived_s[-4:])
+        for _, writer in pairs:
+            writer.close()
 
 
 async def test_an_idle_connection_is_closed() -> None:

@@ -10,6 +10,7 @@ runs the same `__main__` as `python -m MODULE` does. With `TANDEM_TESTS_START=ex
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import functools
 import gc
@@ -208,7 +209,7 @@ def _serve(tests: socket.socket) -> dict[str, Any] | None:
                 asked: dict[str, Any] = json.loads(data)
                 return asked
             children.add(pid)
-            tests.send(json.dumps({"pid": pid}).encode())
+            _tell(tests, {"pid": pid})
 
 
 def _tell_of_ends(tests: socket.socket, children: set[int]) -> None:
@@ -216,7 +217,13 @@ def _tell_of_ends(tests: socket.socket, children: set[int]) -> None:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             children.remove(pid)
-            tests.send(json.dumps({"ended": pid, "status": os.waitstatus_to_exitcode(status)}).encode())
+            _tell(tests, {"ended": pid, "status": os.waitstatus_to_exitcode(status)})
+
+
+def _tell(tests: socket.socket, what: Mapping[str, int]) -> None:
+    """Where the tests were killed they hear nothing any more, which is seen behind all that they have asked for."""
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        tests.send(json.dumps(what).encode())
 
 
 def _become(asked: dict[str, Any]) -> None:

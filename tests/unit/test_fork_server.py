@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +48,24 @@ def test_who_runs_has_no_end_and_who_is_killed_has_its_signal(server: ForkServer
     process.kill()
     assert process.wait(20) == -signal.SIGKILL
     process.kill()  # of one that has ended, nothing
+
+
+def test_what_was_asked_for_ends_where_the_tests_are_killed_before_they_hear_of_it(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    (tmp_path / "program.py").write_text("import time; time.sleep(60)")
+    asked = {
+        "module": "program", "arguments": [], "log": str(tmp_path / "log"), "directory": str(tmp_path),
+        "environment": dict(os.environ),
+    }  # fmt: skip
+    with theirs, ours:
+        ours.send(json.dumps(asked).encode())
+        line = [sys.executable, "-m", "tests.support.fork_server", str(theirs.fileno())]
+        ours.close()
+        ran = subprocess.run(
+            line, cwd=fork_server.ROOT, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True, timeout=60,
+            check=False,
+        )  # fmt: skip
+    assert (ran.returncode, ran.stderr) == (0, ""), "it has killed what it forked, and has ended by itself"
 
 
 def test_an_end_that_was_told_behind_others_is_known() -> None:

@@ -107,7 +107,7 @@ class Turns:
                 return
             if not self._may_follow(entry, room):
                 entry = self._queue.first(oldest=False)
-                if entry is None or not self._may_follow(entry, room):
+                if entry is None or self._is_behind(entry, room) or not self._may_follow(entry, room):
                     return
             self._queue.take(entry)
             self._waiting.pop(entry).come(self._under_way)

@@ -324,6 +324,35 @@ def test_a_router_that_is_started_again_has_a_claim_to_no_more() -> None:
     assert world.jain() >= 0.98, world.shares()
 
 
+def test_who_goes_in_the_place_of_an_oldest_one_that_does_not_fit_waits_for_other_routers_too() -> None:
+    clock, num_places = VirtualClock(), 0
+
+    def room() -> Room:
+        return Room(1, tokens_per_s=1e6, num_decode=1, num_places=num_places, most_pages=99, page_size=16)
+
+    def join(owner: str, at_s: float, num_choices: int = 1, priority: int = 0, ttft_s: float = 1.0) -> Turn:
+        asked = Request(
+            owner, (1,), SamplingParams(), at_s, num_choices, priority=priority,
+            tenant=Tenant(owner, owner, "", weight=1.0), targets=Targets(ttft_s, 0.1),
+        )  # fmt: skip
+        return turns.join(asked, Mailbox())
+
+    turns = Turns(room, AGEING_S, clock)
+    assert join("a", 0.0).has_come, "one is placed whatever is under way"
+    wide = join("a", 0.0, num_choices=16, ttft_s=100.0)
+    narrow, newer = [join("a", 0.0) for _ in range(3)], join("a", 12.0)
+    greedy = join("greedy", 1.0, priority=1)
+    served = {"b": Served(10.0, 0.0), "greedy": Served(1e6, 0.0)}
+    turns.hear("other", TurnNews("there", 1, 0.0, Next("b", 0, 0.0), served))
+    num_places = 5
+    turns.look()
+    assert [turn.has_come for turn in (*narrow, wide, newer)] == [True] * 3 + [False] * 2, "the fourth does not fit"
+    assert not greedy.has_come, "b, which waits elsewhere, has got less"
+    clock.advance(FRESH_S)
+    turns.look()
+    assert greedy.has_come
+
+
 def test_who_waits_keeps_its_claim_where_a_router_had_nothing_to_tell() -> None:
     """It was idle, and no word of it was lost; then one comes there that has got more."""
     queue = TurnQueue(AGEING_S)

@@ -18,6 +18,11 @@ PARTS = ("exposed", "bandwidth", "admission", "ttft", "streaming", "routers", "p
 SCALE_PARTS = ("growth", "thousand", "azure")
 
 
+#: What `paper` can compare.
+PAPER_SCENARIOS = ("iso-power", "iso-cost", "iso-throughput", "wrong-workload", "batch")
+PAPER_SYSTEMS = ("splitwise", "tandem", "tandem-on-profile")
+
+
 #: Models that `predict` knows.
 PREDICT_MODELS = ("embedded", "82m")
 
@@ -42,6 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_autoscale(commands)
     _add_law(commands)
     _add_scale(commands)
+    _add_paper(commands)
     _add_conversations(commands)
     _add_simulated(commands)
     _add_predict(commands)
@@ -175,6 +181,36 @@ def _add_scale(commands: Any) -> None:
         "--traces", type=Path, metavar="DIR", help="with AzureLLMInferenceTrace_conv.csv (default: here)"
     )
     _add_json(command, "write everything there; other parts stay")
+
+
+def _add_paper(commands: Any) -> None:
+    command = add_command(
+        commands,
+        "paper",
+        "the comparisons of clusters in Splitwise's paper, with its policies and with ours; simulated; half an hour",
+        "python -m benchmarks paper --traces ~/traces --profile perf_model.csv --json docs/figures/paper.json\n"
+        "python -m benchmarks paper --traces ~/traces --only iso-power --quick",
+        _paper,
+    )
+    command.add_argument(
+        "--traces", type=Path, required=True, metavar="DIR",
+        help="with AzureLLMInferenceTrace_conv.csv and AzureLLMInferenceTrace_code.csv",
+    )  # fmt: skip
+    command.add_argument(
+        "--profile", type=Path, metavar="FILE", help="Splitwise's profile (default: DIR/../splitwise/perf_model.csv)"
+    )
+    command.add_argument(
+        "--only", nargs="+", choices=PAPER_SCENARIOS, metavar="NAME", default=PAPER_SCENARIOS,
+        help=f"these alone: {', '.join(PAPER_SCENARIOS)} (default: all)",
+    )  # fmt: skip
+    command.add_argument(
+        "--systems", nargs="+", choices=PAPER_SYSTEMS, metavar="NAME", default=PAPER_SYSTEMS,
+        help=f"with these alone: {', '.join(PAPER_SYSTEMS)} (default: all)",
+    )  # fmt: skip
+    command.add_argument("--go-on", action="store_true", help="do not simulate again what the file has")
+    command.add_argument("--processes", type=whole(1), default=2, metavar="N", help="at once (default: 2)")
+    command.add_argument("--quick", action="store_true", help="seconds of load and few rates, to see that it runs")
+    _add_json(command, "write everything there; what else it has stays")
 
 
 def _add_conversations(commands: Any) -> None:
@@ -353,6 +389,16 @@ def _scale(options: argparse.Namespace) -> int:
 
     sizes = command.ScaleSizes(thousand_s=options.seconds)
     command.run(options.traces, tuple(options.only or SCALE_PARTS), options.json, sizes)
+    return 0
+
+
+def _paper(options: argparse.Namespace) -> int:
+    from benchmarks.paper import cases, command
+
+    profile = options.profile or options.traces / ".." / "splitwise" / "perf_model.csv"
+    bench = cases.Bench(cases.QUICK if options.quick else cases.PaperSizes(), options.traces, profile)
+    wanted = command.Wanted(options.only, options.systems, options.go_on)
+    command.run(bench, wanted, options.json, options.processes)
     return 0
 
 

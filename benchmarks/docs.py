@@ -1,7 +1,7 @@
 """Generate `docs/benchmarks.md` from the measurements in `docs/figures/`: `peers.json`, `peers_bfloat16.json`,
-`conversations.json`, `parts.json`, `placement.json`, `autoscale.json`, `scale.json`, `links.json`, `kernels.json`,
-`accuracy.json`, `host.json`, `simulated.json`, `predict.json`, `gpu_check.json`, all of the folder `grid`; and of
-`law.json` a part of `docs/performance.md` and its plot.
+`conversations.json`, `parts.json`, `placement.json`, `autoscale.json`, `scale.json`, `paper.json`, `links.json`,
+`kernels.json`, `accuracy.json`, `host.json`, `simulated.json`, `predict.json`, `gpu_check.json`, all of the folder
+`grid`; and of `law.json` a part of `docs/performance.md` and its plot.
 
     python -m benchmarks.docs                           write it
     python -m benchmarks.docs --check                   fail when the committed one is stale
@@ -41,6 +41,9 @@ from benchmarks.law.section import plot as law_plot
 from benchmarks.law.section import section as law_section
 from benchmarks.link.section import FORMAT as LINKS_FORMAT
 from benchmarks.link.section import section as links_section
+from benchmarks.paper.section import COMMAND as PAPER_COMMAND
+from benchmarks.paper.section import FORMAT as PAPER_FORMAT
+from benchmarks.paper.section import section as paper_section
 from benchmarks.parts import figures as parts
 from benchmarks.peers import figures as figures
 from benchmarks.peers.figures import Goal, Run
@@ -440,6 +443,7 @@ SECTIONS = (
     _section("placement", PLACEMENT_FORMAT, "`python -m benchmarks placement`", placement_section),
     _section("autoscale", AUTOSCALE_FORMAT, "`python -m benchmarks autoscale`", autoscale_section),
     _section("scale", SCALE_FORMAT, SCALE_COMMAND, scale_section),
+    _section("paper", PAPER_FORMAT, PAPER_COMMAND, paper_section),
     _section("links", LINKS_FORMAT, "`python -m benchmarks link`", links_section),
     _section("kernels", kernels_command.FORMAT, "`python -m benchmarks kernels`", _kernels_section),
     _section("accuracy", ACCURACY_FORMAT, ACCURACY_COMMAND, accuracy_section),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from benchmarks.splitwise_oracle.machine import ROOM, TOKEN_BYTES, Ends, Machine
@@ -29,14 +29,21 @@ class Outcome:
     role_changes: list[RoleChange]
 
 
-def simulate(run: Run, profile: Mapping[str, Splitwise]) -> Outcome:
-    """Raises `ConfigError` where the profile lacks the hardware of a machine."""
-    return _World(run, profile).run()
+OnEnd = Callable[[Arrival, Times], object]
+
+
+def simulate(run: Run, profile: Mapping[str, Splitwise], on_end: OnEnd = lambda *_: None) -> Outcome:
+    """`on_end`: called as each request ends; what it raises ends the run.
+
+    Raises:
+        ConfigError: the profile lacks the hardware of a machine.
+    """
+    return _World(run, profile, on_end).run()
 
 
 class _World:
-    def __init__(self, run: Run, profile: Mapping[str, Splitwise]) -> None:
-        self._kernel = Kernel(start_s=0.0)
+    def __init__(self, run: Run, profile: Mapping[str, Splitwise], on_end: OnEnd) -> None:
+        self._kernel, self._on_end = Kernel(start_s=0.0), on_end
         for machine in run.machines:
             if machine.hardware not in profile:
                 raise ConfigError(f"the profile has no {machine.hardware}, on which {run.name} runs")
@@ -94,6 +101,9 @@ class _World:
         machine.num_pending -= 1
         machine.num_reserved -= request.memory
         self._policy.emptied(machine)
+        times = _times(request, request.arrival)
+        assert times is not None
+        self._on_end(request.arrival, times)
 
 
 def _times(request: Request, arrival: Arrival) -> Times | None:

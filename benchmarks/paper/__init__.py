@@ -1,0 +1,1 @@
+"""The comparisons of clusters in Splitwise's paper, simulated again: with its policies, and with those that ship."""

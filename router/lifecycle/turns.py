@@ -6,18 +6,24 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 from uuid import uuid4
 
 from router.policy.first_token import first_token_in_s, slack_of
 from router.policy.gate import Room, UnderWay
 from router.policy.other_turns import OtherTurns, TurnNews
 from router.policy.turns import TurnQueue, Waiting
-from router.request.events import Event, TurnCame
-from router.request.mailbox import Mailbox
+from router.request.events import TurnCame
 from router.request.request import Request
 from tandem.core.clock import Clock
 
 _WEIGHT = 1 / 16  # of the newest prompt
+
+
+class Inbox(Protocol):
+    """Of whoever waits: a `Mailbox` of events."""
+
+    def put(self, item: TurnCame, /) -> object: ...
 
 
 class Turns:
@@ -79,7 +85,7 @@ class Turns:
     def _is_held_by_decode(self) -> bool:
         return self._queue.num_waiting > 0 and not self._under_way.has_enough_ahead(self._room())
 
-    def join(self, request: Request, inbox: Mailbox[Event]) -> Turn:
+    def join(self, request: Request, inbox: Inbox) -> Turn:
         """`inbox` gets `TurnCame` when the turn has come, unless it has come at once."""
         turn = Turn(self, request, inbox, self._slack_s(request))
         self._queue.enter(turn.entry, self._others.elsewhere(self._clock.now()))
@@ -160,7 +166,7 @@ class Turns:
 class Turn:
     """One request's."""
 
-    def __init__(self, turns: Turns, request: Request, inbox: Mailbox[Event], slack_s: float) -> None:
+    def __init__(self, turns: Turns, request: Request, inbox: Inbox, slack_s: float) -> None:
         """`slack_s`: of its prompt; a long one is due later (`router.policy.first_token`)."""
         self.entry = Waiting(
             owner=request.tenant.owner,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -63,7 +64,7 @@ def simulate(plan: Plan, types: dict[str, TypeSpec], pools: Pools, *, whole: boo
     """
     load = _load(plan.load, plan.directory, plan.seed)
     targets = plan.slo
-    most_missed = (1 - targets.share) * len(load)
+    most_missed = len(load) - math.ceil(targets.share * len(load) - 1e-9)  # a share of floats may lie just above
     kept_ttft = kept_tpot = kept_both = num = 0
     last_first_token_s = 0.0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from router.lifecycle.turns import Turns
 from tandem.cluster.supervisor.demand import Asked, Held, Sample, Worked, added
 from tandem.core.identity import Role, WorkerKey
 from tandem.sim.load import Arrival
@@ -30,9 +31,10 @@ class Figures:
     _before: Asked = field(default_factory=Asked, init=False)
     _worked: dict[WorkerKey, Worked] = field(default_factory=dict, init=False)
 
-    def came(self, arrival: Arrival) -> None:
+    def came(self, arrival: Arrival, computed_share: float) -> None:
+        """`computed_share`: of prompts lately, what was in no cache."""
         self._now[_REQUESTS] += 1
-        self._now[_PROMPT_TOKENS] += arrival.num_input
+        self._now[_PROMPT_TOKENS] += arrival.num_input * computed_share
 
     def gave(self, outcome: Outcome) -> None:
         """A token."""
@@ -54,18 +56,22 @@ class Figures:
             self._now[_TIMED] += 1
             self._now[_TIMED_LATE] += outcome.tpot_s > self.tpot_s
 
-    def sample(self, prefill: Iterable[Machine], decode: Iterable[Machine], num_waiting_kv: int) -> Sample:
-        """Since the last call. `num_waiting_kv`: tokens of prompts that wait for room at decode."""
+    def sample(self, prefill: Iterable[Machine], decode: Iterable[Machine], turns: Turns) -> Sample:
+        """Since the last call. `turns`: who waits in the router."""
         asked, self._before = added(now := Asked(*self._now), self._before, -1), now
         machines = {Role.PREFILL: list(prefill), Role.DECODE: list(decode)}
         worked = {role: [self._since(machine) for machine in some] for role, some in machines.items()}
         queued = sum(c.num_to_compute for machine in machines[Role.PREFILL] for c in machine.choices)
         pools = [machine.pool for machine in machines[Role.DECODE]]
-        kv = [(each.used + each.reserved) * pool.page_size for pool in pools for each in [pool.counts()]]
+        kv = sum((each.used + each.reserved) * pool.page_size for pool in pools for each in [pool.counts()])
+        num_held = num_waiting = 0  # requests with pages at decode, and those that wait for some
+        for machine in machines[Role.DECODE]:
+            num_held += len(machine.scheduler.running) + machine.ledger.num_to_come
+            num_waiting += len(machine.scheduler.waiting) + len(machine.ledger.waiting)
         held = Held(
-            waiting_tokens=queued,
-            kv_tokens=sum(kv),
-            waiting_kv_tokens=num_waiting_kv,
+            waiting_tokens=queued + turns.num_waiting_tokens_to_compute,
+            kv_tokens=kv,
+            waiting_kv_tokens=(num_waiting + turns.num_held_for_decode) * kv / num_held if num_held else 0.0,
             kv_capacity=pools[0].num_pages * pools[0].page_size if pools else 0,
             max_num_seqs=machines[Role.DECODE][0].scheduler.limits.max_num_seqs if pools else 0,
         )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from decode_worker.ledger import Ledger
 from kvtransfer.layout import KvFormat
 from router.policy.known_load import KnownLoad, Report
 from router.policy.worker_load import WorkerLoad
@@ -14,6 +15,7 @@ from tandem.core.identity import Role, WorkerKey
 from tandem.core.pages import PagePool
 from tandem.core.step_times import StepTimes
 from tandem.sim.cores import SharedCores
+from tandem.sim.job import Job
 from tandem.sim.kernel import Kernel
 from tandem.sim.quiet import advance, quiet_steps, quiet_times
 from tandem.sim.timeline import Timeline
@@ -40,11 +42,14 @@ class Work:
     num_preemptions: int = 0
     num_mixed_steps: int = 0  # of decode, in which it computed prompts
     mixed_s: float = 0.0
+    num_chunk_tokens: int = 0  # of prompts, but for paced ones, and what steps with such took
+    chunk_s: float = 0.0
 
 
 class Machine:
     """Args:
     on_preempted: called with each sequence that lost its pages, as a step begins.
+    on_admitted: called with each that has got its pages then.
     on_step: called with each step when it has ended.
     on_quiet: called with the sequences of several steps in which nothing happened but a token for each, and with the
         times of their ends, which have come; afterwards `on_step` is not called for them.
@@ -64,6 +69,7 @@ class Machine:
         times: StepTimes,
         kv_format: KvFormat,
         on_preempted: Callable[[Choice], object],
+        on_admitted: Callable[[Machine, Choice], object],
         on_step: Callable[[Machine, Batch], None],
         on_quiet: Callable[[Machine, Sequence[Choice], Sequence[float]], None],
         looks_at_s: Callable[[Machine], float] | None,
@@ -74,11 +80,11 @@ class Machine:
         self.key, self.role = key, role
         self._pool = PagePool(num_pages, page_size)
         self._scheduler = BatchScheduler(self._pool, limits, salt=_SALT, prefix_cache=False)
+        self._ledger = Ledger[Job](self._scheduler, bound=limits.queue_bound)
         self.work = Work()
         self.known = KnownLoad(Report(num_available_pages=num_pages, num_commands=0))  # to the router
-        self.num_waiting = 0  # requests that wait here for pages, or whose pages are on their way
         self.num_commands_sent = self.num_commands = 0  # by the router; and how many have come
-        self._on_preempted = on_preempted
+        self._on_preempted, self._on_admitted = on_preempted, on_admitted
         self._kernel, self._times, self._limits, self._on_step = kernel, times, limits, on_step
         self._kv_format = kv_format
         self._on_quiet, self._looks_at_s = on_quiet, looks_at_s if cores is None else None
@@ -101,6 +107,22 @@ class Machine:
         self._settle()
         return self._scheduler
 
+    @property
+    def ledger(self) -> Ledger[Job]:
+        """As it is now: of decode, who is wanted here, and who gets pages when."""
+        self._settle()
+        return self._ledger
+
+    @property
+    def has_reservations(self) -> bool:
+        """Whether some wait for pages."""
+        return bool(self._ledger.waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait here for pages, or whose pages are on their way."""
+        return len(self._ledger.waiting) + self._ledger.num_to_come
+
     def wake(self) -> None:
         """There may be something to compute."""
         if not self._is_busy:
@@ -114,6 +136,8 @@ class Machine:
         for choice in batch.preempted:
             self.work.num_preemptions += 1
             self._on_preempted(choice)
+        for choice in batch.admitted:
+            self._on_admitted(self, choice)
         if not batch.items:
             self._is_busy = False
             return
@@ -127,6 +151,9 @@ class Machine:
         if batch.num_paced_tokens:
             self.work.num_mixed_steps += 1
             self.work.mixed_s += seconds
+        if batch.num_chunk_tokens:
+            self.work.num_chunk_tokens += batch.num_chunk_tokens
+            self.work.chunk_s += seconds
         if self._cores is not None:
             self._cores.run(seconds, lambda: self._end_shared(batch, num_rows, seconds))
             return
@@ -137,6 +164,8 @@ class Machine:
         self.work.busy_s += seconds - alone_s
         if batch.num_paced_tokens:
             self.work.mixed_s += seconds - alone_s
+        if batch.num_chunk_tokens:
+            self.work.chunk_s += seconds - alone_s
         self._end(batch, num_rows, seconds)
 
     def _note(self, num_steps: int, num_tokens: int, num_rows: int, seconds: float) -> None:
@@ -227,9 +256,11 @@ class Machine:
     def tell(self) -> None:
         """Report how things are now."""
         choices, counts = self.choices, self.pool.counts()
+        num_tokens = sum(choice.num_to_compute for choice in choices if not choice.is_decode)
+        num_tokens += sum(job.num_tokens for job in self._ledger.waiting if job.max_local_tokens)
         report = Report(
             num_active=len(choices) + self.num_waiting,
-            num_queued_tokens=sum(choice.num_to_compute for choice in choices if not choice.is_decode),
+            num_queued_tokens=num_tokens,
             num_available_pages=counts.free + counts.cached,
             num_stepping=len(self.scheduler.running),
             num_commands=self.num_commands,

@@ -18,6 +18,7 @@ class Outcome:
     prefill: str = ""  # the worker; empty: decode computed the prompt
     decode: str = ""
     first_token_s: float = 0.0
+    second_token_s: float = 0.0
     last_token_s: float = 0.0
     longest_gap_s: float = 0.0
     num_tokens: int = 0
@@ -65,6 +66,8 @@ class Outcome:
     def token(self, now_s: float) -> None:
         if self.num_tokens:
             self.longest_gap_s = max(self.longest_gap_s, now_s - self.last_token_s)
+            if self.num_tokens == 1:
+                self.second_token_s = now_s
         else:
             self.first_token_s = now_s
         self.last_token_s = now_s
@@ -73,5 +76,7 @@ class Outcome:
     def several(self, ends_s: Sequence[float], longest_s: float) -> None:
         """Tokens at these times, of which two lie `longest_s` apart at most. It has some already."""
         self.longest_gap_s = max(self.longest_gap_s, ends_s[0] - self.last_token_s, longest_s)
+        if self.num_tokens == 1:
+            self.second_token_s = ends_s[0]
         self.last_token_s = ends_s[-1]
         self.num_tokens += len(ends_s)

@@ -1,28 +1,36 @@
 """The cluster of a simulation: machines, the ways between them, and a router that places requests as the real one does.
 
 What ships decides: `router.policy.choose` over pools of reports that are as old as reports are, and the batch
-scheduler of each worker over its page pool. Stand-ins are: reservations at decode, granted in their order; and
-transfers, which begin with the first computed chunk and share the way out of their prefill worker.
+scheduler of each worker over its page pool, and at decode the ledger of reservations. A stand-in are transfers, which
+begin with the first computed chunk and share the way out of their prefill worker.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 
+from decode_worker.ledger import AttemptState
 from kvtransfer.layout import KvFormat
+from kvtransfer.protocol.messages import AttemptKey
+from router.lifecycle.turns import Turns
 from router.policy.choose import choose
-from router.policy.pool import Pool
+from router.policy.first_token import slack_of
+from router.policy.gate import Room
+from router.policy.pool import Order, Pool
 from router.policy.route import RequestFacts
 from router.policy.snapshot import Snapshot
+from router.request.events import TurnCame
+from router.request.request import Request
+from router.request.targets import Targets
 from router.workers.learnt import Learnt
 from tandem.cluster.supervisor.autoscale import Decision, Range, Settings
 from tandem.cluster.supervisor.role_law import RoleChange
 from tandem.core.errors import ConfigError, InternalError
 from tandem.core.identity import Role, WorkerKey
+from tandem.core.page_keys import PageKeys
 from tandem.core.pages import page_table, pages_for
 from tandem.core.sampling import SamplingParams
 from tandem.core.step_times import StepTimes
@@ -30,6 +38,7 @@ from tandem.core.token_ids import token_ids
 from tandem.sim.cores import SharedCores
 from tandem.sim.figures import Figures
 from tandem.sim.fleet import Fleet
+from tandem.sim.job import InFlight, Job
 from tandem.sim.kernel import Kernel
 from tandem.sim.load import Arrival
 from tandem.sim.machine import TOKEN, Machine, Work
@@ -103,23 +112,16 @@ class WorldShape:
         return {role: pool.bounds for role, pool in pools.items() if pool.bounds and pool.bounds.follows_load}
 
 
-@dataclass(slots=True, eq=False)
-class _Job:
-    """One request on its way."""
+@dataclass(slots=True)
+class _Inbox:
+    """Of a request that waits in the router."""
 
-    outcome: Outcome
-    decode: Machine
-    prefill: Machine | None
-    prompt: Choice | None = None  # at prefill, until its pages have been sent
-    pages: list[int] | None = None  # at decode, once granted
-    began_s: float | None = None  # its first chunk is computed
-    granted_s: float | None = None  # prefill knows of the pages
-    is_computed: bool = False
-    is_paced: bool = True  # at decode, where that computes the prompt
+    kernel: Kernel
+    place: Callable[[InFlight], object]
+    request: InFlight = field(init=False)  # set by whoever joins, before the next event
 
-    @property
-    def request_id(self) -> str:
-        return str(self.outcome.arrival.number)
+    def put(self, _: TurnCame) -> None:
+        self.kernel.after(0.0, lambda: self.place(self.request))
 
 
 @dataclass(slots=True)
@@ -146,13 +148,13 @@ class World:
     role_changes: list[tuple[float, RoleChange]] = field(default_factory=list, init=False)
     machines: dict[WorkerKey, Machine] = field(default_factory=dict, init=False)
     _pools: dict[Role, Pool] = field(default_factory=dict, init=False)
-    _jobs: dict[str, _Job] = field(default_factory=dict, init=False)
-    _waiting: dict[WorkerKey, deque[_Job]] = field(default_factory=dict, init=False)  # for pages of this decode worker
+    _jobs: dict[str, Job] = field(default_factory=dict, init=False)
     _link_free_s: dict[WorkerKey, float] = field(default_factory=dict, init=False)
     _told_s: dict[WorkerKey, float] = field(default_factory=dict, init=False)
     _told: dict[WorkerKey, Work] = field(default_factory=dict, init=False)  # what it had done by then
     _takes_requests: set[WorkerKey] = field(default_factory=set, init=False)
-    _prefill_speed: Learnt = field(default_factory=Learnt, init=False)  # tokens a second of computation
+    _prompt_speed: Learnt = field(default_factory=Learnt, init=False)  # tokens a second of computation
+    _turns: Turns = field(init=False)
     _cores: SharedCores | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -160,6 +162,7 @@ class World:
         self._cores = SharedCores(self.kernel, shape.speeds) if shape.speeds else None
         self.fleet = Fleet(self.kernel, self._make, self._ready, self._leave, shape.flexible, shape.change_s)
         self.figures = Figures(shape.ttft_s, shape.tpot_s)
+        self._turns = Turns(self._room, 1.0, self.kernel.clock)  # all have one priority, so what it is worth is nothing
         if self.scaler is None and shape.ranges:
             self.scaler = ShippedLaw(shape.ranges, shape.settings, shape.ttft_s, shape.tpot_s, self.fleet)
         for role, pool in ((Role.PREFILL, shape.prefill), (Role.DECODE, shape.decode)):
@@ -173,11 +176,11 @@ class World:
         machine = self.machines[key] = Machine(
             self.kernel, key, role, num_pages=pool.num_pages, limits=pool.limits,
             times=pool.times or self.shape.times, kv_format=self.shape.kv_format,
-            on_preempted=self._preempted, on_step=self._stepped,
+            on_preempted=self._preempted, on_admitted=self._admitted, on_step=self._stepped,
             on_quiet=self._stepped_quietly, looks_at_s=looks_at_s if role is Role.DECODE else None,
             cores=self._cores, timeline=self.timeline,
         )  # fmt: skip
-        self._waiting[key], self._link_free_s[key] = deque(), 0.0
+        self._link_free_s[key] = 0.0
         self._told_s[key], self._told[key] = -self.shape.report_s, Work()
         return machine
 
@@ -188,6 +191,7 @@ class World:
     def _leave(self, machine: Machine) -> None:
         self._takes_requests.discard(machine.key)
         self._pools[machine.role].discard(machine.key)
+        self._turns.look()
 
     def _show(self, machine: Machine) -> None:
         """Its load as it is now, to the router."""
@@ -202,10 +206,9 @@ class World:
         if self.figures.num_open == 0:
             return
         assert self.scaler is not None
-        roles, waiting = (Role.PREFILL, Role.DECODE), self._waiting
-        prefill, decode = (list(self.fleet.machines(role)) for role in roles)
-        num_kv = sum(job.outcome.arrival.num_input for machine in decode for job in waiting[machine.key])
-        sample = self.figures.sample(prefill, decode, num_kv)
+        roles = Role.PREFILL, Role.DECODE
+        prefill, decode = (self.fleet.machines(role) for role in roles)
+        sample = self.figures.sample(prefill, decode, self._turns)
         decided = self.scaler.decide(sample, {role: self.fleet.size(role) for role in roles}, self.kernel.now_s)
         if isinstance(decided, RoleChange):
             self.fleet.give(decided.giver, decided.taker, instead=decided.instead)
@@ -253,34 +256,76 @@ class World:
     # -- the router
 
     def _arrive(self, outcome: Outcome) -> None:
-        arrival, prefill_pool = outcome.arrival, self._pools[Role.PREFILL]
-        self.figures.came(arrival)
+        """It waits in the router until its turn has come."""
+        arrival = outcome.arrival
+        self.figures.came(arrival, self._turns.computed_share)
+        targets = Targets(self.shape.ttft_s, self.shape.tpot_s)
+        prompt = (TOKEN,) * arrival.num_input
+        request = Request(str(arrival.number), prompt, SamplingParams(), arrival.arrived_s, targets=targets)
+        inbox = _Inbox(self.kernel, self._place)
+        inbox.request = InFlight(outcome, self._turns.join(request, inbox))
+
+    def _room(self) -> Room:
+        """What the workers can take."""
+        prefill, decode = self._pools[Role.PREFILL], self._pools[Role.DECODE]
+        roomiest = next(decode.walk(Order.ROOM, decode.formats), None)
+        is_mixed = self.shape.mixed_pool_tokens > 0 or self.shape.is_colocated
+        return Room(
+            num_computing=len(prefill) + (len(decode) if is_mixed else 0),
+            tokens_per_s=self._prompt_speed.at(self.kernel.now_s),
+            num_decode=len(decode),
+            num_places=decode.num_places,
+            most_pages=roomiest.num_available_pages if roomiest is not None else 0,
+            page_size=roomiest.page_size if roomiest is not None else 0,
+        )
+
+    def _snapshot(self) -> Snapshot:
+        return Snapshot(
+            self._pools[Role.PREFILL],
+            self._pools[Role.DECODE],
+            prefill_tokens_per_s=self._prompt_speed.at(self.kernel.now_s),
+            is_colocated=self.shape.is_colocated,
+        )
+
+    def _place(self, request: InFlight) -> None:
+        outcome, now_s, snapshot = request.outcome, self.kernel.now_s, self._snapshot()
+        arrival = outcome.arrival
         facts = RequestFacts(
             num_prompt_tokens=arrival.num_input,
             mixed_pool_tokens=self.shape.mixed_pool_tokens,
-            first_token_in_s=self.shape.ttft_s,
-        )
-        snapshot = Snapshot(
-            prefill_pool,
-            self._pools[Role.DECODE],
-            prefill_tokens_per_s=self._prefill_speed.at(self.kernel.now_s),
-            is_colocated=self.shape.is_colocated,
+            first_token_in_s=arrival.arrived_s + self.shape.ttft_s - now_s,
+            num_held_tokens=self._turns.num_waiting_tokens,
         )
         route = choose(snapshot, facts)
+        request.slack_s = slack_of(arrival.num_input, snapshot.prefill_tokens_per_s)
         assert route.decode is not None
-        prefill = self.machines[route.prefill] if route.prefill is not None else None
-        job = _Job(outcome, self.machines[route.decode], prefill, is_paced=not route.unpaced)
-        outcome.decode, outcome.prefill = route.decode.worker_id, prefill.key.worker_id if prefill is not None else ""
-        self._jobs[job.request_id] = job
-        num_pages = pages_for(arrival.num_input, job.decode.pool.page_size)
-        self._send(job, job.decode, 0 if prefill is not None else arrival.num_input, num_pages, self._reserve)
-        if prefill is not None:
-            self._send(job, prefill, arrival.num_input, 0, self._start)
+        job = Job(
+            key=AttemptKey(str(arrival.number), 1),
+            turn=arrival.arrived_s + request.slack_s,
+            own_turn=arrival.arrived_s,
+            arrival=arrival.number,
+            num_tokens=arrival.num_input,
+            num_running=1,
+            page_keys=PageKeys(),
+            max_local_tokens=route.max_local_tokens,
+            unpaced=route.unpaced,
+            request=request,
+            decode=route.decode,
+            prefill=route.prefill,
+        )
+        outcome.decode, outcome.prefill = route.decode.worker_id, route.prefill.worker_id if route.prefill else ""
+        self._jobs[job.key.request_id] = job
+        decode = self.machines[job.decode]
+        num_pages = pages_for(job.num_tokens, decode.pool.page_size)
+        computes = job.max_local_tokens >= job.num_tokens
+        self._send(job, decode, job.num_tokens if computes else 0, num_pages, self._reserve)
+        if job.prefill is not None:
+            self._send(job, self.machines[job.prefill], job.num_tokens, 0, self._start)
 
-    def _send(self, job: _Job, to: Machine, num_tokens: int, num_pages: int, call: Callable[[_Job], object]) -> None:
+    def _send(self, job: Job, to: Machine, num_tokens: int, num_pages: int, call: Callable[[Job], object]) -> None:
         to.num_commands_sent += 1
         number = to.num_commands_sent
-        to.known.hold(job.request_id, number, num_tokens, num_pages, computes=num_tokens > 0)
+        to.known.hold(job.key.request_id, number, num_tokens, num_pages, computes=num_tokens > 0)
         self._show(to)
 
         def arrive() -> None:
@@ -289,47 +334,53 @@ class World:
 
         self.kernel.after(self.shape.message_s, arrive)
 
-    def _taken_up(self, machine: Machine, job: _Job, *, steps: bool) -> None:
+    def _taken_up(self, machine: Machine, job: Job, *, steps: bool) -> None:
         """The router hears that the worker has pages for it, computes it or generates."""
-        if machine.known.note_taken_up(job.request_id, steps=steps):
+        if machine.known.note_taken_up(job.key.request_id, steps=steps):
             self._show(machine)
 
-    def _let_go(self, machine: Machine, job: _Job) -> None:
-        if machine.known.let_go(job.request_id):
+    def _let_go(self, machine: Machine, job: Job) -> None:
+        if machine.known.let_go(job.key.request_id):
             self._show(machine)
 
     def _tell(self, machine: Machine) -> None:
         now_s, work, before = self.kernel.now_s, machine.work, self._told[machine.key]
         machine.tell()
         if machine.role is Role.PREFILL and (busy_s := work.busy_s - before.busy_s) > 0:
-            self._prefill_speed.note((work.num_tokens - before.num_tokens) / busy_s, 1, now_s)
+            self._prompt_speed.note((work.num_tokens - before.num_tokens) / busy_s, 1, now_s)
+        elif self.shape.is_colocated and (chunk_s := work.chunk_s - before.chunk_s) > 0:
+            self._prompt_speed.note((work.num_chunk_tokens - before.num_chunk_tokens) / chunk_s, 1, now_s)
         self._told[machine.key], self._told_s[machine.key] = replace(work), now_s
         self._show(machine)
+        self._turns.look()
 
     # -- prefill
 
-    def _start(self, job: _Job) -> None:
-        assert job.prefill is not None
-        job.prompt = self._choice(job, job.prefill)
-        job.prompt.promoted = job.granted_s is not None
-        job.prefill.scheduler.add(job.prompt)
-        job.prefill.wake()
+    def _start(self, job: Job) -> None:
+        prefill = self._prefill_of(job)
+        job.prompt = self._choice(job)
+        job.prompt.turn, job.prompt.promoted = job.turn, job.granted_s is not None
+        prefill.scheduler.add(job.prompt)
+        prefill.wake()
 
-    def _choice(self, job: _Job, machine: Machine) -> Choice:
-        arrival = job.outcome.arrival
+    def _prefill_of(self, job: Job) -> Machine:
+        assert job.prefill is not None
+        return self.machines[job.prefill]
+
+    def _choice(self, job: Job) -> Choice:
+        """Of the prompt alone."""
         return Choice(
-            request_id=job.request_id, attempt=1, choice=0, turn=0.0, arrival=arrival.number,
-            token_ids=token_ids([TOKEN]) * arrival.num_input, num_prompt=arrival.num_input,
-            params=SamplingParams(max_tokens=arrival.num_output), paced=machine.role is Role.DECODE and job.is_paced,
-            yields=not job.is_paced, tpot_s=self.shape.tpot_s,
+            request_id=job.key.request_id, attempt=job.key.attempt, choice=0, turn=job.own_turn, arrival=job.arrival,
+            token_ids=token_ids([TOKEN]) * job.num_tokens, num_prompt=job.num_tokens,
+            params=SamplingParams(max_tokens=job.outcome.arrival.num_output), tpot_s=self.shape.tpot_s,
         )  # fmt: skip
 
-    def _send_pages(self, job: _Job) -> None:
+    def _send_pages(self, job: Job) -> None:
         """Once the prompt is computed and decode has pages for it; the chunks before the last one are on their way."""
         assert job.prefill is not None
         assert job.began_s is not None
         assert job.granted_s is not None
-        shape, key, now_s, num_input = self.shape, job.prefill.key, self.kernel.now_s, job.outcome.arrival.num_input
+        shape, key, now_s, num_input = self.shape, job.prefill, self.kernel.now_s, job.num_tokens
         of_token_s = shape.kv_format.layout.token_bytes / shape.bytes_per_s
         num_last = num_input % shape.prefill.limits.chunk_size or min(num_input, shape.prefill.limits.chunk_size)
         start_s = max(self._link_free_s[key], job.began_s, job.granted_s)
@@ -337,70 +388,89 @@ class World:
         self._link_free_s[key] = end_s
         self.kernel.at(end_s + shape.latency_s, partial(self._sent, job))
 
-    def _sent(self, job: _Job) -> None:
-        assert job.prefill is not None
+    def _sent(self, job: Job) -> None:
+        prefill, decode = self._prefill_of(job), self.machines[job.decode]
         assert job.prompt is not None
-        assert job.pages is not None
-        job.prefill.free(job.prompt)
-        job.prefill.wake()
-        self._let_go(job.prefill, job)
-        self._tell(job.prefill)
+        prefill.free(job.prompt)
+        prefill.wake()
+        self._let_go(prefill, job)
+        self._tell(prefill)
         job.outcome.handed_off_s = self.kernel.now_s
-        arrival, decode = job.outcome.arrival, job.decode
-        decode.pool.admit(job.pages)
-        choice = self._choice(job, decode)
+        decode.ledger.admit(job)
+        choice = self._choice(job)
         choice.token_ids.append(TOKEN)
-        choice.num_computed, choice.pages, choice.paced = arrival.num_input, page_table(job.pages), False
-        decode.num_waiting -= 1
-        decode.scheduler.enter(choice)
-        decode.wake()
+        choice.num_computed = job.num_tokens
+        self._enter(job, choice, AttemptState.RUNNING)
         self._taken_up(decode, job, steps=True)
+        self._give_pages(decode)
 
     # -- decode
 
-    def _reserve(self, job: _Job) -> None:
+    def _enter(self, job: Job, choice: Choice, state: AttemptState) -> None:
+        """Into the next step's batch, with the pages that it has here."""
+        decode = self.machines[job.decode]
+        choice.pages = page_table([*job.cached, *job.pages])
+        decode.ledger.set_state(job, state)
+        decode.scheduler.enter(choice)
+        decode.wake()
+
+    def _reserve(self, job: Job) -> None:
         if job.outcome.is_over:
             return
-        if job.prefill is None:
-            job.decode.scheduler.add(self._choice(job, job.decode))
-            job.decode.wake()
-            self._taken_up(job.decode, job, steps=True)
-            return
-        job.decode.num_waiting += 1
-        self._waiting[job.decode.key].append(job)
-        self._grant(job.decode)
+        decode = self.machines[job.decode]
+        decode.ledger.push(job)
+        self._give_pages(decode)
 
-    def _grant(self, decode: Machine) -> None:
-        """Pages for those that wait, in their order."""
-        waiting = self._waiting[decode.key]
-        num_places = self.shape.decode.limits.max_num_seqs - len(decode.scheduler.running)
-        num_places -= decode.num_waiting - len(waiting)  # granted, and still on their way
-        while waiting and num_places > 0:
-            job = waiting[0]
-            needed = pages_for(job.outcome.arrival.num_input, decode.pool.page_size)
-            pages = decode.pool.reserve(needed)
-            if pages is None:
-                return
-            waiting.popleft()
-            num_places -= 1
-            job.pages = pages
+    def _give_pages(self, decode: Machine) -> None:
+        """To those that wait and may have them now."""
+        if not decode.has_reservations:
+            return
+        for job in list(iter(decode.ledger.take, None)):
+            if job.state is AttemptState.ENTERING:
+                self._compute_here(job)
+                continue
             self._taken_up(decode, job, steps=False)
+            job.request.turn.granted()
             self.kernel.after(self.shape.message_s, partial(self._granted, job))
 
-    def _granted(self, job: _Job) -> None:
+    def _compute_here(self, job: Job) -> None:
+        prompt = self._choice(job)
+        prompt.turn, prompt.paced, prompt.yields = job.turn, not job.unpaced, True
+        self._enter(job, prompt, AttemptState.COMPUTING)
+        self._taken_up(self.machines[job.decode], job, steps=True)
+        job.request.turn.granted()
+        job.request.turn.begun(0)
+
+    def _generates(self, job: Job, prompt: Choice) -> None:
+        """It is computed at decode, and goes on as any."""
+        decode = self.machines[job.decode]
+        decode.ledger.set_state(job, AttemptState.RUNNING)
+        pages = decode.scheduler.remove(prompt)
+        prompt.turn, prompt.paced, prompt.yields = job.own_turn, False, False
+        prompt.pages = page_table(pages)
+        decode.scheduler.enter(prompt)
+
+    def _granted(self, job: Job) -> None:
         """Prefill hears of it. Its prompt goes before all that have no pages at decode, and keeps its own."""
         if job.outcome.is_over:
             return
-        assert job.prefill is not None
         job.granted_s = self.kernel.now_s
         if job.prompt is None:
             return
-        job.prefill.scheduler.promote(job.prompt)
+        prefill = self._prefill_of(job)
+        prefill.scheduler.promote(job.prompt)
         if job.is_computed:
             self._send_pages(job)
-        job.prefill.wake()
+        prefill.wake()
 
     # -- steps
+
+    def _admitted(self, machine: Machine, choice: Choice) -> None:
+        """It is computed from now on; and so the router hears."""
+        if machine.role is Role.PREFILL:
+            job = self._jobs[choice.request_id]
+            self._taken_up(machine, job, steps=True)
+            job.request.turn.begun(0)
 
     def _preempted(self, choice: Choice) -> None:
         """It is computed again; at prefill it has nothing to send until then."""
@@ -416,10 +486,9 @@ class World:
                 job.began_s = now_s
                 if job.outcome.prefill_s is None:
                     job.outcome.prefill_s = machine.step_began_s
-                self._taken_up(machine, job, steps=True)
             if not item.samples:
                 continue
-            if machine is job.prefill:
+            if machine.key == job.prefill:
                 if not job.outcome.num_tokens:  # else it was computed before, and lost its pages
                     job.outcome.token(now_s)
                     self.figures.gave(job.outcome)
@@ -429,9 +498,12 @@ class World:
             self.figures.gave(job.outcome)
             if job.outcome.is_over:
                 machine.free(item.sequence)
+                machine.ledger.remove(job)
                 self._end(job)
-        if machine.role is Role.DECODE:
-            self._grant(machine)
+            elif job.state is AttemptState.COMPUTING:
+                self._generates(job, item.sequence)
+        if machine.has_reservations:  # as in a worker, the next step takes its pages first
+            self.kernel.after(0.0, partial(self._give_pages, machine))
         self._may_tell(machine)
 
     def _stepped_quietly(self, machine: Machine, running: Sequence[Choice], ends_s: Sequence[float]) -> None:
@@ -451,35 +523,36 @@ class World:
         if is_idle or now_s >= self._report_due_s(machine):
             self._tell(machine)
 
-    def _computed(self, job: _Job) -> None:
+    def _computed(self, job: Job) -> None:
         """The prompt, by prefill, which gives the first token."""
-        assert job.prefill is not None
+        prefill = self._prefill_of(job)
         assert job.prompt is not None
         job.is_computed = True
         if job.outcome.is_over:
-            job.prefill.free(job.prompt)
+            prefill.free(job.prompt)
             self._give_up_pages(job)
             self._end(job)
             return
-        job.prefill.scheduler.park(job.prompt)
+        prefill.scheduler.park(job.prompt)
         if job.granted_s is not None:
             self._send_pages(job)
 
-    def _give_up_pages(self, job: _Job) -> None:
+    def _give_up_pages(self, job: Job) -> None:
         """Of a request that needs no decode; its message may still be on its way there."""
-        decode, waiting = job.decode, self._waiting[job.decode.key]
-        if job.pages is not None:
-            decode.pool.release(job.pages)
-            decode.num_waiting -= 1
-        elif job in waiting:
-            waiting.remove(job)
-            decode.num_waiting -= 1
-        self._grant(decode)
+        decode = self.machines[job.decode]
+        if job.state is AttemptState.GRANTED:
+            decode.ledger.end(job, job.pages, (), quarantined=False, keeps=False)
+        else:
+            decode.ledger.remove(job)
+        self._give_pages(decode)
 
-    def _end(self, job: _Job) -> None:
-        del self._jobs[job.request_id]
-        self._let_go(job.decode, job)
+    def _end(self, job: Job) -> None:
+        del self._jobs[job.key.request_id]
+        self._let_go(self.machines[job.decode], job)
         if job.prefill is not None:
-            self._let_go(job.prefill, job)
+            self._let_go(self._prefill_of(job), job)
+        if job.outcome.num_tokens > 2:
+            job.request.turn.had_place(job.outcome.last_token_s - job.outcome.second_token_s)
+        job.request.turn.end()
         self.figures.ended(job.outcome)
         self.on_end(job.outcome)

@@ -34,7 +34,7 @@ def test_the_law_is_as_good_as_constants_that_know_the_load(found: dict[str, Any
         assert len(ratio) == 6
         missed = {case: reached for case, reached in ratio.items() if reached < GOAL}
         assert missed.keys() <= MISSED.get(model["name"], set()), missed
-        assert min(ratio.values()) >= 0.93, ratio
+        assert min(ratio.values()) >= 0.9, ratio
 
 
 def test_computing_prompts_at_decode_is_what_helps_where_they_dominate(found: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ from router.openai.model_card import ModelCard
 from router.policy.admission import Admission
 from router.policy.background import BackgroundAdmission
 from router.policy.gate import places_of_one
-from router.policy.retry_budget import RetryBudget
+from router.policy.retry_budget import RetryBudget, retry_burst
 from router.request.targets import Targets
 from router.workers.gauges import RouterGauges
 from router.workers.registry import WorkerRegistry
@@ -52,7 +52,6 @@ _log = logging.getLogger(__name__)
 
 _DRAIN_S = 60.0
 _FAREWELL_S = 1.0
-_MIN_RETRY_BURST = 10
 _ANSWER_S = 0.5
 """How long the event loop may take to answer another router; that waits a little longer."""
 
@@ -273,8 +272,7 @@ class RouterServer:
             return workers.num_routers
 
         admission = Admission(scheduling.max_queued_requests, clock, num_places, num_routers)
-        # The death of one full worker must not spend it.
-        burst = max(_MIN_RETRY_BURST, scheduling.max_num_seqs or MOST_SEQS)
+        burst = retry_burst(scheduling.max_num_seqs or MOST_SEQS)
         budget = RetryBudget(config.limits.retry_budget, burst, clock, num_routers)
         metrics.registry.register(RouterGauges(workers, admission, budget, guard))
         tokenizer = Tokenizer.from_dir(self._model_dir)

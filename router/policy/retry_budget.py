@@ -16,6 +16,12 @@ from collections.abc import Callable
 from tandem.core.clock import Clock
 
 REFILL_PER_MINUTE = 3.0
+_MIN_BURST = 10
+
+
+def retry_burst(max_num_seqs: int) -> int:
+    """The most that all buckets hold, where a decode worker has so many sequences: its death must not spend them."""
+    return max(_MIN_BURST, max_num_seqs)
 
 
 class RetryBudget:

@@ -49,6 +49,7 @@ def run(path: Path, json: Path | None, timeline: Path | None = None) -> int:
     if json is not None:
         json_file.write(json, found)
     if timeline is not None and world.timeline is not None:
+        outcomes = [outcome for outcome in outcomes if not outcome.error]
         end_s = max(outcome.last_token_s for outcome in outcomes)
         title = f"{path.stem}: {len(outcomes):,} requests"
         write(timeline, Drawn(title, world.timeline, world.fleet.lives, outcomes, end_s))

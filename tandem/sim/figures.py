@@ -56,6 +56,10 @@ class Figures:
             self._now[_TIMED] += 1
             self._now[_TIMED_LATE] += outcome.tpot_s > self.tpot_s
 
+    def failed(self) -> None:
+        """A request."""
+        self.num_open -= 1
+
     def sample(self, prefill: Iterable[Machine], decode: Iterable[Machine], turns: Turns) -> Sample:
         """Since the last call. `turns`: who waits in the router."""
         asked, self._before = added(now := Asked(*self._now), self._before, -1), now

@@ -115,6 +115,22 @@ class Fleet:
         else:
             self._on_leave(life.machine)
 
+    def die(self, worker: str, start_s: float) -> Machine | None:
+        """A worker is gone at once, and another one is started for it, unless it was to leave. `None`: none is there of
+        this name."""
+        there = (each for each in self.lives if each.key.worker_id == worker and each.gone_s is None)
+        life = next((each for each in there if each.machine is not None), None)
+        if life is None or life.machine is None:
+            return None
+        life.gone_s = self._kernel.now_s
+        if life.left_s is None:
+            self._let_go(life)
+            self.start(life.role, start_s)
+        elif life.heir is not None and life.heir.left_s is None:
+            self._present[life.heir.role].remove(life.heir)
+            self.start(life.heir.role, start_s)
+        return life.machine
+
     def look(self) -> None:
         """Those that have left and hold nothing any more are gone, or go on in the other role."""
         now_s = self._kernel.now_s

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from decode_worker.ledger import Attempt
 from router.lifecycle.turns import Turn
+from router.policy.recovery import FIRST, Plan, Recovery
+from router.request.journal import Journal
+from router.request.request import TokenGiven
 from tandem.core.identity import WorkerKey
 from tandem.sim.outcome import Outcome
 from tandem.worker.sequence import Sequence
@@ -17,12 +20,34 @@ class InFlight:
 
     Attributes:
         turn: in the router.
+        recovery: what follows when an attempt fails; `None`: none has.
+        journal: what its client has been given; `None`: nobody dies, so each token comes once.
+        plan: of the attempt that is to be placed, or was placed last.
         slack_s: of its prompt, as of when it was placed first.
+        give_up_s: until when it waits for a worker; `None`: it does not.
+        kept_at: prefill workers that may keep pages of its prompt.
     """
 
     outcome: Outcome
     turn: Turn
+    recovery: Recovery | None = None
+    journal: Journal | None = None
+    plan: Plan = FIRST
     slack_s: float = 0.0
+    give_up_s: float | None = None
+    kept_at: set[WorkerKey] = field(default_factory=set)
+
+    @property
+    def attempt(self) -> int:
+        """The number of the present one."""
+        return self.journal.attempt if self.journal is not None else 1
+
+    def takes(self, attempt: int, first: int, num: int, token_id: int) -> bool:
+        """Whether its client gets `num` tokens of one attempt, the `first`th of its output and those behind it."""
+        if (journal := self.journal) is None:
+            return True
+        taken = [journal.accept(TokenGiven(attempt, 0, first + number, token_id)) for number in range(num)]
+        return all(taken)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -30,19 +55,27 @@ class Job(Attempt):
     """Attributes:
     own_turn: of what it generates: without the slack that its prompt has.
     prefill: `None` where decode computes the prompt.
+    num_known: tokens that its client had when this attempt began.
     prompt: at prefill, until its pages have been sent.
+    sequence: in decode's batch.
     began_s: since when its first chunk is computed.
     granted_s: since when prefill knows of its pages at decode.
+    is_admitted: decode has all that it needs.
+    is_over: for the router: it has ended, or a worker of it has died.
     """
 
     request: InFlight
     own_turn: float
     decode: WorkerKey
     prefill: WorkerKey | None
+    num_known: int = 0
     prompt: Sequence | None = None
+    sequence: Sequence | None = None
     began_s: float | None = None
     granted_s: float | None = None
     is_computed: bool = False
+    is_admitted: bool = False
+    is_over: bool = False
 
     @property
     def outcome(self) -> Outcome:

@@ -16,7 +16,7 @@ from tandem.core.pages import PagePool
 from tandem.core.step_times import StepTimes
 from tandem.sim.cores import SharedCores
 from tandem.sim.job import Job
-from tandem.sim.kernel import Kernel
+from tandem.sim.kernel import Call, Kernel
 from tandem.sim.quiet import advance, quiet_steps, quiet_times
 from tandem.sim.timeline import Timeline
 from tandem.worker.batch import Batch, SchedulerLimits
@@ -24,7 +24,7 @@ from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.sequence import Sequence as Choice
 from tandem.worker.step_log import terms_of
 
-_SALT = b"simulated"
+SALT = b"simulated"
 # Quiet steps that are planned at once.
 _MOST_AT_ONCE = 4096
 #: Any token: nobody reads what is generated.
@@ -79,7 +79,7 @@ class Machine:
         page_size = kv_format.layout.page_size
         self.key, self.role = key, role
         self._pool = PagePool(num_pages, page_size)
-        self._scheduler = BatchScheduler(self._pool, limits, salt=_SALT, prefix_cache=False)
+        self._scheduler = BatchScheduler(self._pool, limits, salt=SALT, prefix_cache=False)
         self._ledger = Ledger[Job](self._scheduler, bound=limits.queue_bound)
         self.work = Work()
         self.known = KnownLoad(Report(num_available_pages=num_pages, num_commands=0))  # to the router
@@ -94,6 +94,8 @@ class Machine:
         self.step_began_s = 0.0  # the last one that was planned by itself
         self._ends_s: list[float] = []  # of the quiet steps that are under way
         self._run = 0  # of these: a number that names them
+        self._between: list[Call] = []  # to be called when the step that is under way has ended
+        self.is_dead = False
 
     @property
     def pool(self) -> PagePool:
@@ -129,7 +131,25 @@ class Machine:
             self._is_busy = True
             self._kernel.after(0.0, self._turn)
 
+    def between_steps(self, call: Call) -> None:
+        """Now, or when the step that is under way has ended."""
+        self._settle()
+        if self._is_busy:
+            self._between.append(call)
+        else:
+            call()
+
+    def die(self) -> None:
+        """Nothing follows, not even the end of its step."""
+        self._settle()
+        self.is_dead, self._is_busy = True, True
+
     def _turn(self) -> None:
+        if self.is_dead:
+            return
+        between, self._between = self._between, []
+        for call in between:
+            call()
         if self._looks_at_s is not None and self._begin_quiet_steps(self._looks_at_s(self)):
             return
         batch = self._scheduler.schedule()
@@ -175,6 +195,8 @@ class Machine:
         self.work.num_rows += num_rows
 
     def _end(self, batch: Batch, num_rows: int, seconds: float) -> None:
+        if self.is_dead:
+            return
         num_of_prompts = batch.num_chunk_tokens + batch.num_paced_tokens
         if self._scheduler.learns_steps:
             self._scheduler.note_step(num_rows, num_of_prompts, seconds)
@@ -225,7 +247,7 @@ class Machine:
 
     def _settle(self) -> None:
         """Somebody looks, or changes something: those that have ended are taken, and the one under way ends as any."""
-        if not self._ends_s:
+        if not self._ends_s or self.is_dead:
             return
         (ends_s, self._ends_s), now_s = (self._ends_s, []), self._kernel.now_s
         num = bisect_right(ends_s, now_s)

@@ -24,6 +24,8 @@ class Outcome:
     num_tokens: int = 0
     prefill_s: float | None = None  # the first step with tokens of its prompt began
     handed_off_s: float | None = None  # decode has its pages; `None`: it needed none of another worker
+    num_recoveries: int = 0  # workers that died while they had it, and others went on
+    error: str = ""  # its code; empty: none
 
     @property
     def is_over(self) -> bool:
@@ -45,7 +47,7 @@ class Outcome:
     @property
     def parts(self) -> dict[str, float]:
         """Seconds by what they were spent for, in its order, as a router names them; once it is over. All in all that
-        is from its arrival to its last token."""
+        is from its arrival to its last token. What a state takes again after a fault counts where it had got to."""
         assert self.prefill_s is not None
         ends_s = {
             RequestState.QUEUED: self.prefill_s,

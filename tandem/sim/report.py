@@ -10,6 +10,7 @@ from rich.table import Table
 
 from router.observe.trace import PART_NAMES
 from tandem.bench.report.summary import Distribution, distribution
+from tandem.core.errors import ConfigError
 from tandem.core.identity import WORKER_ROLES, Role
 from tandem.sim.outcome import Outcome
 from tandem.sim.world import World
@@ -18,7 +19,10 @@ FORMAT = "tandem-simulation-1"
 
 
 def content(world: World, outcomes: Sequence[Outcome], took_s: float) -> dict[str, Any]:
-    """`took_s`: of this machine."""
+    """`took_s`: of this machine. Latencies are of requests that have not failed."""
+    asked, outcomes = outcomes, [outcome for outcome in outcomes if not outcome.error]
+    if not outcomes:
+        raise ConfigError("all requests failed; let fewer workers die, or later", key="faults")
     end_s = max(outcome.last_token_s for outcome in outcomes)
     latencies = {
         "ttft_s": [one.ttft_s for one in outcomes],
@@ -32,14 +36,17 @@ def content(world: World, outcomes: Sequence[Outcome], took_s: float) -> dict[st
         "simulated_s": end_s,
         "took_s": took_s,
         "num_events": world.kernel.num_run,
-        "num_requests": len(outcomes),
+        "num_requests": len(asked),
+        "num_failed": len(asked) - len(outcomes),
+        "num_recovered": sum(one.num_recoveries > 0 for one in outcomes),
+        "num_recoveries": sum(one.num_recoveries for one in asked),
         "num_input_tokens": sum(one.arrival.num_input for one in outcomes),
         "num_output_tokens": sum(one.num_tokens for one in outcomes),
         "output_tokens_per_s": sum(one.num_tokens for one in outcomes) / end_s,
         "slo": {
             "ttft_s": world.shape.ttft_s,
             "tpot_s": world.shape.tpot_s,
-            "kept_share": world.figures.num_kept / len(outcomes),
+            "kept_share": world.figures.num_kept / len(asked),
         },
         "worker_hours": {role.value: worker_hours(world, role, end_s) for role in WORKER_ROLES},
         "pools": {role.value: _pool(world, role, end_s) for role in WORKER_ROLES},
@@ -82,6 +89,7 @@ def content(world: World, outcomes: Sequence[Outcome], took_s: float) -> dict[st
                 "first_token_s": one.first_token_s,
                 "last_token_s": one.last_token_s,
                 "longest_gap_s": one.longest_gap_s,
+                "num_recoveries": one.num_recoveries,
                 "parts": one.parts,
             }
             for one in outcomes
@@ -136,6 +144,9 @@ def tables(found: dict[str, Any]) -> list[Table]:
         latencies.add_row(title, *(f"{value * 1e3:,.1f}" for value in shown))
     counts = Table(show_header=False, box=None)
     counts.add_row("requests", f"{found['num_requests']:,}, {found['num_by_decode_alone']:,} of them by decode alone")
+    if found["num_recoveries"] or found["num_failed"]:
+        recovered = f"{found['num_recovered']:,} requests whose workers died; {found['num_failed']:,} failed"
+        counts.add_row("recovered", recovered)
     counts.add_row("tokens", f"{found['num_input_tokens']:,} in, {found['num_output_tokens']:,} out")
     counts.add_row("output throughput", f"{found['output_tokens_per_s']:,.1f} tokens/s")
     slo = found["slo"]

@@ -7,14 +7,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvtransfer.layout import KvFormat, LayoutId
+from router.policy.recovery import RecoveryLimits
+from router.policy.retry_budget import retry_burst
 from router.request.targets import ON_CPU, ON_GPU
 from tandem.bench.load.traces import load_trace
 from tandem.cluster.supervisor.autoscale import Range, Settings
-from tandem.core.config import Config
+from tandem.core.config import MOST_SEQS, Config
 from tandem.core.config_tree import build, key, read_yaml
 from tandem.core.errors import ConfigError
 from tandem.core.identity import Role
 from tandem.core.time_model import PoolSpec, TimeModel, beside
+from tandem.sim.faults import Death, FaultShape
 from tandem.sim.load import Arrival, Lengths, drawn, recorded
 from tandem.sim.world import PoolShape, WorldShape
 from tandem.worker.limits import Site, scheduler_limits
@@ -88,6 +91,7 @@ class Scenario(TimeModel):
     cores: CoresSpec = field(default_factory=CoresSpec)
     network: NetworkSpec = field(default_factory=NetworkSpec)
     load: LoadSpec = field(default_factory=LoadSpec)
+    faults: tuple[str, ...] = key((), "Workers that die, and when: decode-0@30 does 30 s after the beginning.")
     tandem: Config = field(default_factory=Config)
     seed: int = key(0, "Of what is drawn.", minimum=0)
 
@@ -112,6 +116,18 @@ class Scenario(TimeModel):
             tpot_s=config.slo.tpot_ms / 1000 or tpot_s,
             settings=Settings(config.pools.utilisation, config.pools.shrink_delay_s),
             speeds=self.cores.speeds,
+            faults=self._faults,
+        )
+
+    @property
+    def _faults(self) -> FaultShape:
+        limits, scheduling = self.tandem.limits, self.tandem.scheduling
+        return FaultShape(
+            tuple(Death.parse(text) for text in self.faults),
+            RecoveryLimits(limits.max_attempts, scheduling.local_prefill_tokens, limits.wait_for_worker_s),
+            limits.retry_budget,
+            retry_burst(scheduling.max_num_seqs or MOST_SEQS),
+            limits.wait_for_worker_s,
         )
 
     @property

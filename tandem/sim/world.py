@@ -15,33 +15,39 @@ from itertools import pairwise
 from decode_worker.ledger import AttemptState
 from kvtransfer.layout import KvFormat
 from kvtransfer.protocol.messages import AttemptKey
+from prefill_worker.retained_prompts import RetainedPrompts
 from router.lifecycle.turns import Turns
-from router.policy.choose import choose
+from router.policy.choose import choose, choose_prefill
 from router.policy.first_token import slack_of
 from router.policy.gate import Room
+from router.policy.losses import Fate
 from router.policy.pool import Order, Pool
+from router.policy.recovery import PLANNED, AttemptEnd, Fault, Recovery
+from router.policy.retry_budget import RetryBudget
 from router.policy.route import RequestFacts
 from router.policy.snapshot import Snapshot
 from router.request.events import TurnCame
+from router.request.journal import Journal
 from router.request.request import Request
 from router.request.targets import Targets
 from router.workers.learnt import Learnt
 from tandem.cluster.supervisor.autoscale import Decision, Range, Settings
 from tandem.cluster.supervisor.role_law import RoleChange
-from tandem.core.errors import ConfigError, InternalError
+from tandem.core.errors import ConfigError, InternalError, NoWorkerError, TandemError, WorkerLostError
 from tandem.core.identity import Role, WorkerKey
 from tandem.core.page_keys import PageKeys
 from tandem.core.pages import page_table, pages_for
-from tandem.core.sampling import SamplingParams
+from tandem.core.sampling import SampledToken, SamplingParams
 from tandem.core.step_times import StepTimes
 from tandem.core.token_ids import token_ids
 from tandem.sim.cores import SharedCores
+from tandem.sim.faults import Death, FaultShape
 from tandem.sim.figures import Figures
 from tandem.sim.fleet import Fleet
 from tandem.sim.job import InFlight, Job
 from tandem.sim.kernel import Kernel
 from tandem.sim.load import Arrival
-from tandem.sim.machine import TOKEN, Machine, Work
+from tandem.sim.machine import SALT, TOKEN, Machine, Work
 from tandem.sim.outcome import Outcome
 from tandem.sim.scaling import Scaler, ShippedLaw
 from tandem.sim.timeline import Timeline
@@ -81,6 +87,7 @@ class WorldShape:
     ttft_s, tpot_s: by when tokens are wanted.
     settings: of the law by which pools follow their load.
     speeds: of steps while so many workers compute, where all share one host's cores; none: each has its own.
+    faults: who dies when.
     """
 
     prefill: PoolShape
@@ -99,6 +106,7 @@ class WorldShape:
     tpot_s: float = 0.05
     settings: Settings = field(default_factory=Settings)
     speeds: tuple[float, ...] = ()
+    faults: FaultShape = field(default_factory=FaultShape)
 
     @property
     def is_colocated(self) -> bool:
@@ -155,6 +163,9 @@ class World:
     _takes_requests: set[WorkerKey] = field(default_factory=set, init=False)
     _prompt_speed: Learnt = field(default_factory=Learnt, init=False)  # tokens a second of computation
     _turns: Turns = field(init=False)
+    _budget: RetryBudget = field(init=False)
+    _retained: dict[WorkerKey, RetainedPrompts] = field(default_factory=dict, init=False)  # where somebody may die
+    _placeless: list[InFlight] = field(default_factory=list, init=False)  # for which there is no worker
     _cores: SharedCores | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -163,12 +174,16 @@ class World:
         self.fleet = Fleet(self.kernel, self._make, self._ready, self._leave, shape.flexible, shape.change_s)
         self.figures = Figures(shape.ttft_s, shape.tpot_s)
         self._turns = Turns(self._room, 1.0, self.kernel.clock)  # all have one priority, so what it is worth is nothing
+        faults = shape.faults
+        self._budget = RetryBudget(faults.retry_share, faults.retry_burst, self.kernel.clock)
         if self.scaler is None and shape.ranges:
             self.scaler = ShippedLaw(shape.ranges, shape.settings, shape.ttft_s, shape.tpot_s, self.fleet)
         for role, pool in ((Role.PREFILL, shape.prefill), (Role.DECODE, shape.decode)):
             self._pools[role] = Pool(role)
             for _ in range(pool.num_workers):
                 self.fleet.start(role, 0.0)
+        for death in faults.deaths:
+            self.kernel.at(death.at_s, partial(self._die, death))
 
     def _make(self, key: WorkerKey, role: Role) -> Machine:
         pool = self.shape.prefill if role is Role.PREFILL else self.shape.decode
@@ -180,6 +195,8 @@ class World:
             on_quiet=self._stepped_quietly, looks_at_s=looks_at_s if role is Role.DECODE else None,
             cores=self._cores, timeline=self.timeline,
         )  # fmt: skip
+        if self.shape.faults.deaths and role is Role.PREFILL:
+            self._retained[key] = RetainedPrompts(machine.pool, SALT, shares=False)
         self._link_free_s[key] = 0.0
         self._told_s[key], self._told[key] = -self.shape.report_s, Work()
         return machine
@@ -187,6 +204,9 @@ class World:
     def _ready(self, machine: Machine) -> None:
         self._takes_requests.add(machine.key)
         self._tell(machine)  # as one that has nothing to do: decode may compute prompts
+        placeless, self._placeless = self._placeless, []
+        for request in placeless:
+            self._place(request)
 
     def _leave(self, machine: Machine) -> None:
         self._takes_requests.discard(machine.key)
@@ -242,8 +262,8 @@ class World:
         if self.scaler is not None:
             self.kernel.after(LOOK_S, self._look)
         self.kernel.run_all()
-        if self._jobs:
-            raise InternalError(f"the simulation came to its end before {len(self._jobs)} of its requests did")
+        if self.figures.num_open:
+            raise InternalError(f"the simulation came to its end before {self.figures.num_open} of its requests did")
         return outcomes
 
     def ask(self, arrival: Arrival) -> Outcome:
@@ -264,6 +284,9 @@ class World:
         request = Request(str(arrival.number), prompt, SamplingParams(), arrival.arrived_s, targets=targets)
         inbox = _Inbox(self.kernel, self._place)
         inbox.request = InFlight(outcome, self._turns.join(request, inbox))
+        self._budget.earn()
+        if self.shape.faults.deaths:
+            inbox.request.journal = Journal(1)
 
     def _room(self) -> Room:
         """What the workers can take."""
@@ -287,20 +310,29 @@ class World:
             is_colocated=self.shape.is_colocated,
         )
 
-    def _place(self, request: InFlight) -> None:
-        outcome, now_s, snapshot = request.outcome, self.kernel.now_s, self._snapshot()
-        arrival = outcome.arrival
-        facts = RequestFacts(
+    def _facts(self, request: InFlight) -> RequestFacts:
+        arrival = request.outcome.arrival
+        return RequestFacts(
             num_prompt_tokens=arrival.num_input,
             mixed_pool_tokens=self.shape.mixed_pool_tokens,
-            first_token_in_s=arrival.arrived_s + self.shape.ttft_s - now_s,
+            first_token_in_s=arrival.arrived_s + self.shape.ttft_s - self.kernel.now_s,
             num_held_tokens=self._turns.num_waiting_tokens,
+            is_first_attempt=request.attempt == 1,
         )
-        route = choose(snapshot, facts)
-        request.slack_s = slack_of(arrival.num_input, snapshot.prefill_tokens_per_s)
+
+    def _place(self, request: InFlight) -> None:
+        outcome, snapshot = request.outcome, self._snapshot()
+        try:
+            route = choose(snapshot, self._facts(request), request.plan.wishes)
+        except NoWorkerError as error:
+            self._wait_for_worker(request, error)
+            return
         assert route.decode is not None
+        arrival, request.give_up_s = outcome.arrival, None
+        if request.attempt == 1:
+            request.slack_s = slack_of(arrival.num_input, snapshot.prefill_tokens_per_s)
         job = Job(
-            key=AttemptKey(str(arrival.number), 1),
+            key=AttemptKey(str(arrival.number), request.attempt),
             turn=arrival.arrived_s + request.slack_s,
             own_turn=arrival.arrived_s,
             arrival=arrival.number,
@@ -312,6 +344,7 @@ class World:
             request=request,
             decode=route.decode,
             prefill=route.prefill,
+            num_known=outcome.num_tokens,
         )
         outcome.decode, outcome.prefill = route.decode.worker_id, route.prefill.worker_id if route.prefill else ""
         self._jobs[job.key.request_id] = job
@@ -322,6 +355,21 @@ class World:
         if job.prefill is not None:
             self._send(job, self.machines[job.prefill], job.num_tokens, 0, self._start)
 
+    def _wait_for_worker(self, request: InFlight, error: NoWorkerError) -> None:
+        now_s = self.kernel.now_s
+        if request.give_up_s is None:
+            request.give_up_s = now_s + self.shape.faults.wait_for_worker_s
+            self.kernel.at(request.give_up_s, partial(self._waited, request))
+        if now_s >= request.give_up_s:
+            self._fail(request, error)
+        else:
+            self._placeless.append(request)
+
+    def _waited(self, request: InFlight) -> None:
+        if request in self._placeless:
+            self._placeless.remove(request)
+            self._place(request)
+
     def _send(self, job: Job, to: Machine, num_tokens: int, num_pages: int, call: Callable[[Job], object]) -> None:
         to.num_commands_sent += 1
         number = to.num_commands_sent
@@ -330,7 +378,8 @@ class World:
 
         def arrive() -> None:
             to.num_commands = number
-            call(job)
+            if not to.is_dead:
+                call(job)
 
         self.kernel.after(self.shape.message_s, arrive)
 
@@ -357,10 +406,22 @@ class World:
     # -- prefill
 
     def _start(self, job: Job) -> None:
+        if job.is_over:
+            return
         prefill = self._prefill_of(job)
-        job.prompt = self._choice(job)
-        job.prompt.turn, job.prompt.promoted = job.turn, job.granted_s is not None
-        prefill.scheduler.add(job.prompt)
+        job.prompt = prompt = self._choice(job)
+        prompt.turn, prompt.promoted = job.turn, job.granted_s is not None
+        retained = self._retained.get(prefill.key)
+        if retained is not None:
+            job.request.kept_at.add(prefill.key)
+            recalled = retained.recall(prompt)
+            prompt.samples = not job.num_known and not (recalled is not None and recalled.first_tokens)
+            if recalled is not None and not prompt.samples and retained.give_pages(prompt, recalled):
+                self._begun(prefill, job)
+                job.began_s = self.kernel.now_s
+                self._computed(job)
+                return
+        prefill.scheduler.add(prompt)
         prefill.wake()
 
     def _prefill_of(self, job: Job) -> Machine:
@@ -372,7 +433,7 @@ class World:
         return Choice(
             request_id=job.key.request_id, attempt=job.key.attempt, choice=0, turn=job.own_turn, arrival=job.arrival,
             token_ids=token_ids([TOKEN]) * job.num_tokens, num_prompt=job.num_tokens,
-            params=SamplingParams(max_tokens=job.outcome.arrival.num_output), tpot_s=self.shape.tpot_s,
+            params=SamplingParams(max_tokens=job.outcome.arrival.num_output), tpot_s=self.shape.tpot_s, owner=job,
         )  # fmt: skip
 
     def _send_pages(self, job: Job) -> None:
@@ -390,15 +451,19 @@ class World:
 
     def _sent(self, job: Job) -> None:
         prefill, decode = self._prefill_of(job), self.machines[job.decode]
+        if job.is_over or prefill.is_dead or decode.is_dead:
+            return
         assert job.prompt is not None
         prefill.free(job.prompt)
+        job.prompt = None
         prefill.wake()
         self._let_go(prefill, job)
         self._tell(prefill)
-        job.outcome.handed_off_s = self.kernel.now_s
+        if job.outcome.handed_off_s is None:
+            job.outcome.handed_off_s = self.kernel.now_s
         decode.ledger.admit(job)
         choice = self._choice(job)
-        choice.token_ids.append(TOKEN)
+        choice.token_ids += [TOKEN] * max(1, job.num_known)
         choice.num_computed = job.num_tokens
         self._enter(job, choice, AttemptState.RUNNING)
         self._taken_up(decode, job, steps=True)
@@ -409,13 +474,14 @@ class World:
     def _enter(self, job: Job, choice: Choice, state: AttemptState) -> None:
         """Into the next step's batch, with the pages that it has here."""
         decode = self.machines[job.decode]
+        job.sequence, job.is_admitted = choice, True
         choice.pages = page_table([*job.cached, *job.pages])
         decode.ledger.set_state(job, state)
         decode.scheduler.enter(choice)
         decode.wake()
 
     def _reserve(self, job: Job) -> None:
-        if job.outcome.is_over:
+        if job.is_over:
             return
         decode = self.machines[job.decode]
         decode.ledger.push(job)
@@ -431,33 +497,50 @@ class World:
                 continue
             self._taken_up(decode, job, steps=False)
             job.request.turn.granted()
+            if job.prefill is None and not self._finds_prefill(job):
+                continue
             self.kernel.after(self.shape.message_s, partial(self._granted, job))
+
+    def _finds_prefill(self, job: Job) -> bool:
+        """Of one that decode was to compute by itself, and that is too much for that."""
+        plan, kv_format = job.request.plan, self.shape.kv_format
+        try:
+            key = choose_prefill(self._snapshot(), self._facts(job.request), job.decode, kv_format, plan.wishes)
+        except NoWorkerError as error:
+            self._over(job, AttemptEnd(Fault.UNSERVED, job.decode, error, None, job.decode))
+            return False
+        job.prefill, job.outcome.prefill = key, key.worker_id
+        self._send(job, self.machines[key], job.num_tokens, 0, self._start)
+        return True
 
     def _compute_here(self, job: Job) -> None:
         prompt = self._choice(job)
-        prompt.turn, prompt.paced, prompt.yields = job.turn, not job.unpaced, True
+        # A retry is not paced: it has waited long enough.
+        prompt.paced, prompt.yields = job.key.attempt == 1 and not job.unpaced, job.key.attempt == 1
+        prompt.turn, prompt.samples = job.turn, not job.num_known
         self._enter(job, prompt, AttemptState.COMPUTING)
-        self._taken_up(self.machines[job.decode], job, steps=True)
+        decode = self.machines[job.decode]
         job.request.turn.granted()
-        job.request.turn.begun(0)
+        self._begun(decode, job)
 
     def _generates(self, job: Job, prompt: Choice) -> None:
         """It is computed at decode, and goes on as any."""
         decode = self.machines[job.decode]
         decode.ledger.set_state(job, AttemptState.RUNNING)
         pages = decode.scheduler.remove(prompt)
-        prompt.turn, prompt.paced, prompt.yields = job.own_turn, False, False
+        prompt.turn, prompt.paced, prompt.yields, prompt.samples = job.own_turn, False, False, True
         prompt.pages = page_table(pages)
+        prompt.token_ids += [TOKEN] * job.num_known
         decode.scheduler.enter(prompt)
 
     def _granted(self, job: Job) -> None:
         """Prefill hears of it. Its prompt goes before all that have no pages at decode, and keeps its own."""
-        if job.outcome.is_over:
+        prefill = self._prefill_of(job)
+        if job.is_over or prefill.is_dead:
             return
         job.granted_s = self.kernel.now_s
         if job.prompt is None:
             return
-        prefill = self._prefill_of(job)
         prefill.scheduler.promote(job.prompt)
         if job.is_computed:
             self._send_pages(job)
@@ -466,51 +549,59 @@ class World:
     # -- steps
 
     def _admitted(self, machine: Machine, choice: Choice) -> None:
-        """It is computed from now on; and so the router hears."""
         if machine.role is Role.PREFILL:
-            job = self._jobs[choice.request_id]
-            self._taken_up(machine, job, steps=True)
-            job.request.turn.begun(0)
+            self._begun(machine, choice.owner)
+
+    def _begun(self, machine: Machine, job: Job) -> None:
+        """The router hears that the prompt is computed from now on."""
+        self._taken_up(machine, job, steps=True)
+        job.request.turn.begun(0)
 
     def _preempted(self, choice: Choice) -> None:
         """It is computed again; at prefill it has nothing to send until then."""
-        job = self._jobs[choice.request_id]
+        job: Job = choice.owner
         if choice is job.prompt:
             job.is_computed, job.began_s = False, None
 
     def _stepped(self, machine: Machine, batch: Batch) -> None:
         now_s = self.kernel.now_s
         for item in batch.items:
-            job = self._jobs[item.sequence.request_id]
+            sequence, job = item.sequence, item.sequence.owner
             if job.began_s is None:
                 job.began_s = now_s
                 if job.outcome.prefill_s is None:
                     job.outcome.prefill_s = machine.step_began_s
-            if not item.samples:
+            if machine.role is Role.PREFILL:
+                if item.start + item.num_tokens == sequence.num_prompt:
+                    self._computed(job)
                 continue
-            if machine.key == job.prefill:
-                if not job.outcome.num_tokens:  # else it was computed before, and lost its pages
-                    job.outcome.token(now_s)
-                    self.figures.gave(job.outcome)
-                self._computed(job)
-                continue
-            job.outcome.token(now_s)
-            self.figures.gave(job.outcome)
-            if job.outcome.is_over:
-                machine.free(item.sequence)
+            if item.samples:
+                self._give(job, sequence.num_output - 1)
+            if sequence.num_output == sequence.params.max_tokens:
+                machine.free(sequence)
                 machine.ledger.remove(job)
-                self._end(job)
-            elif job.state is AttemptState.COMPUTING:
-                self._generates(job, item.sequence)
+                job.sequence = None
+                if not job.is_over:
+                    self._end(job)
+            elif job.state is AttemptState.COMPUTING and sequence.num_computed >= sequence.num_prompt:
+                self._generates(job, sequence)
         if machine.has_reservations:  # as in a worker, the next step takes its pages first
             self.kernel.after(0.0, partial(self._give_pages, machine))
         self._may_tell(machine)
 
+    def _give(self, job: Job, index: int) -> None:
+        """The `index`th token of its output, to its client, who may have it."""
+        if job.request.takes(job.key.attempt, index, 1, TOKEN):
+            job.outcome.token(self.kernel.now_s)
+            self.figures.gave(job.outcome)
+
     def _stepped_quietly(self, machine: Machine, running: Sequence[Choice], ends_s: Sequence[float]) -> None:
         longest_s = max((b - a for a, b in pairwise(ends_s)), default=0.0)
         for choice in running:
-            self._jobs[choice.request_id].outcome.several(ends_s, longest_s)
-        self.figures.gave_more(len(running) * len(ends_s))
+            job: Job = choice.owner
+            if job.request.takes(job.key.attempt, choice.num_output - len(ends_s), len(ends_s), TOKEN):
+                job.outcome.several(ends_s, longest_s)
+                self.figures.gave_more(len(ends_s))
         if ends_s[-1] == self.kernel.now_s:
             self._may_tell(machine)
 
@@ -524,21 +615,26 @@ class World:
             self._tell(machine)
 
     def _computed(self, job: Job) -> None:
-        """The prompt, by prefill, which gives the first token."""
-        prefill = self._prefill_of(job)
-        assert job.prompt is not None
-        job.is_computed = True
+        """The prompt, by prefill, which gives the first token, unless that was given before."""
+        prefill, prompt = self._prefill_of(job), job.prompt
+        assert prompt is not None
+        del prompt.token_ids[prompt.num_prompt :]
+        prompt.samples, job.is_computed = False, True
+        if not job.outcome.num_tokens:
+            self._give(job, 0)
         if job.outcome.is_over:
-            prefill.free(job.prompt)
+            prefill.free(prompt)
             self._give_up_pages(job)
             self._end(job)
             return
-        prefill.scheduler.park(job.prompt)
+        prefill.scheduler.park(prompt)
+        if (retained := self._retained.get(prefill.key)) is not None:
+            retained.retain(0, prompt, {0: SampledToken(TOKEN)})
         if job.granted_s is not None:
             self._send_pages(job)
 
     def _give_up_pages(self, job: Job) -> None:
-        """Of a request that needs no decode; its message may still be on its way there."""
+        """Of one that needs no decode, or does no more; its message may still be on its way there."""
         decode = self.machines[job.decode]
         if job.state is AttemptState.GRANTED:
             decode.ledger.end(job, job.pages, (), quarantined=False, keeps=False)
@@ -547,12 +643,91 @@ class World:
         self._give_pages(decode)
 
     def _end(self, job: Job) -> None:
+        request = job.request
+        self._close(job)
+        if job.outcome.num_tokens > 2:
+            request.turn.had_place(job.outcome.last_token_s - job.outcome.second_token_s)
+        self._forget(request)
+        self.figures.ended(job.outcome)
+        self.on_end(job.outcome)
+
+    def _close(self, job: Job) -> None:
+        """The attempt is over for the router."""
+        job.is_over = True
         del self._jobs[job.key.request_id]
         self._let_go(self.machines[job.decode], job)
         if job.prefill is not None:
             self._let_go(self._prefill_of(job), job)
-        if job.outcome.num_tokens > 2:
-            job.request.turn.had_place(job.outcome.last_token_s - job.outcome.second_token_s)
-        job.request.turn.end()
-        self.figures.ended(job.outcome)
-        self.on_end(job.outcome)
+
+    def _forget(self, request: InFlight) -> None:
+        """It has ended: nobody keeps anything for it."""
+        request.turn.end()
+        for key in request.kept_at:
+            self._retained[key].drop(str(request.outcome.arrival.number))
+
+    # -- deaths
+
+    def _die(self, death: Death) -> None:
+        machine = self.fleet.die(death.worker, self.shape.start_s)
+        if machine is None:
+            raise ConfigError(f"no worker {death.worker} is there at {death.at_s:g} s to die", key="faults")
+        machine.die()
+        self.kernel.after(self.shape.message_s, partial(self._died, machine))
+
+    def _died(self, machine: Machine) -> None:
+        """The router hears of it."""
+        for job in list(self._jobs.values()):
+            if machine.key == job.decode or (machine.key == job.prefill and not job.is_admitted):
+                error = WorkerLostError(f"worker {machine.key} has died")
+                self._over(job, AttemptEnd(Fault.DIED, machine.key, error, job.prefill, job.decode))
+
+    def _over(self, job: Job, end: AttemptEnd) -> None:
+        """An attempt has ended before its request: what follows is the router's decision."""
+        request = job.request
+        self._close(job)
+        self._cancel(job)
+        recovery = request.recovery = request.recovery or Recovery(self.shape.faults.limits, self._budget)
+        journal = request.journal = request.journal or Journal(1)
+        recovery.learn(end, self.kernel.now_s)
+        try:
+            if end.fault not in PLANNED:
+                recovery.must_wait(self._fate, end.error)
+            request.plan = recovery.after(end)
+        except TandemError as error:
+            self._fail(request, error)
+            return
+        journal.next_attempt()
+        request.outcome.num_recoveries += end.fault not in PLANNED
+        self._place(request)
+
+    def _fate(self, worker: WorkerKey) -> Fate:
+        return Fate.ENDED if self.machines[worker].is_dead else Fate.HEARD
+
+    def _cancel(self, job: Job) -> None:
+        """Workers that live hear that nobody waits for this attempt any more."""
+        ways = [(job.decode, self._cancel_at_decode)]
+        if job.prefill is not None:
+            ways.append((job.prefill, self._cancel_at_prefill))
+        for key, cancel in ways:
+            machine = self.machines[key]
+            if not machine.is_dead:
+                self.kernel.after(self.shape.message_s, partial(machine.between_steps, partial(cancel, job)))
+
+    def _cancel_at_prefill(self, job: Job) -> None:
+        if job.prompt is not None:
+            prefill = self._prefill_of(job)
+            prefill.free(job.prompt)
+            job.prompt = None
+            prefill.wake()
+
+    def _cancel_at_decode(self, job: Job) -> None:
+        if job.sequence is not None:
+            self.machines[job.decode].free(job.sequence)
+            job.sequence = None
+        self._give_up_pages(job)
+
+    def _fail(self, request: InFlight, error: TandemError) -> None:
+        request.outcome.error = error.code
+        self._forget(request)
+        self.figures.failed()
+        self.on_end(request.outcome)

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from router.policy.recovery import RecoveryLimits
 from tandem.cli import main
 from tandem.cluster.supervisor.autoscale import Range, Settings
 from tandem.core.errors import ConfigError
 from tandem.core.identity import Role
 from tandem.core.step_times import Card, Fitted, ModelSize, Roofline, Terms
 from tandem.core.time_model import OF_SIMULATIONS, TimeModel, read_time_model
+from tandem.sim.faults import Death
 from tandem.sim.load import APART_S
 from tandem.sim.scenario import Scenario, arrivals, read_scenario
 
@@ -104,6 +106,27 @@ def test_bounds_of_pools_and_the_law_s_settings_reach_the_world(tmp_path: Path) 
     shape = read_scenario(scenario_file(tmp_path, text)).shape()
     assert shape.ranges == {Role.PREFILL: Range(1, 6)}
     assert (shape.start_s, shape.settings, shape.ttft_s, shape.tpot_s) == (45, Settings(0.6, 300.0), 0.7, 0.05)
+
+
+def test_deaths_and_what_routers_may_do_about_them_reach_the_world(tmp_path: Path) -> None:
+    text = (
+        "faults: [decode-0@1.5, prefill-1@30]\n"
+        "tandem: {limits: {max_attempts: 2, retry_budget: 0.5, wait_for_worker_s: 7}, scheduling: {max_num_seqs: 4}}\n"
+    )
+    faults = read_scenario(scenario_file(tmp_path, text)).shape().faults
+    assert faults.deaths == (Death("decode-0", 1.5), Death("prefill-1", 30.0))
+    assert faults.limits == RecoveryLimits(max_attempts=2, local_prefill_tokens=512, max_rest_s=7.0)
+    assert (faults.retry_share, faults.retry_burst, faults.wait_for_worker_s) == (0.5, 10, 7.0)
+
+
+def test_the_command_tells_of_who_went_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "load: {requests: 20, rate: 20}\ndecode: {workers: 2}\nfaults: [decode-0@1]\n"
+    file = scenario_file(tmp_path, text)
+    assert main(["sim", "run", str(file), "--json", str(tmp_path / "found.json")]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["num_recovered"] == sum(one["num_recoveries"] > 0 for one in found["requests"]) > 0
+    assert found["num_failed"] == 0
+    assert f"{found['num_recovered']} requests whose workers died; 0 failed" in capsys.readouterr().out
 
 
 def test_a_trace_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -463,7 +463,7 @@ class World:
             job.outcome.handed_off_s = self.kernel.now_s
         decode.ledger.admit(job)
         choice = self._choice(job)
-        choice.token_ids += [TOKEN] * max(1, job.num_known)
+        choice.token_ids += token_ids([TOKEN]) * max(1, job.num_known)
         choice.num_computed = job.num_tokens
         self._enter(job, choice, AttemptState.RUNNING)
         self._taken_up(decode, job, steps=True)
@@ -530,7 +530,7 @@ class World:
         pages = decode.scheduler.remove(prompt)
         prompt.turn, prompt.paced, prompt.yields, prompt.samples = job.own_turn, False, False, True
         prompt.pages = page_table(pages)
-        prompt.token_ids += [TOKEN] * job.num_known
+        prompt.token_ids += token_ids([TOKEN]) * job.num_known
         decode.scheduler.enter(prompt)
 
     def _granted(self, job: Job) -> None:

@@ -16,7 +16,8 @@ _NOTICEABLE = 1.25
 _TELL_EVERY_S = 1.0
 # What has not changed is told again after so long, if pages go there at all. A link that has carried none for longer is
 # not known any more: one that was slow once is tried again.
-_TELL_AGAIN_S, _REMEMBERED_S = 10.0, 30.0
+_TELL_AGAIN_S = 10.0
+REMEMBERED_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class LinkFigures:
 
 def remembered(links: Iterable[LinkFigures], now_s: float) -> list[LinkFigures]:
     """Those that still tell something."""
-    return [link for link in links if now_s - link.used_s <= _REMEMBERED_S]
+    return [link for link in links if now_s - link.used_s <= REMEMBERED_S]
 
 
 class Links:

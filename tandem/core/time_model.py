@@ -29,7 +29,7 @@ OF_SIMULATIONS = ("pools", "cores", "network", "faults", "load", "tandem", "seed
 class PoolSpec:
     """Workers of one role, all alike."""
 
-    workers: int = key(1, "How many.", minimum=1)
+    workers: int = key(1, "How many; 0 of prefill: decode workers compute all prompts.", minimum=0)
     tokens: int = key(100_000, "Tokens of KV for which one has room.", minimum=1)
 
 
@@ -90,6 +90,8 @@ class TimeModel:
     table: str = key("", "A profile of steps (CSV), relative to this file.")
 
     def __post_init__(self) -> None:
+        if not self.decode.workers:
+            raise ConfigError("decode.workers is 0, must be at least 1: somebody generates", key="decode.workers")
         if self.times == "table" and not self.table:
             raise ConfigError("times: table needs a profile of steps; name its file", key="table")
 

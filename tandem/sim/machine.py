@@ -25,6 +25,16 @@ from tandem.worker.sequence import Sequence as Choice
 from tandem.worker.step_log import terms_of
 
 SALT = b"simulated"
+
+SchedulerMaker = Callable[[PagePool, SchedulerLimits], BatchScheduler]
+"""What plans the steps of a worker over its pages."""
+
+
+def shipped(pool: PagePool, limits: SchedulerLimits) -> BatchScheduler:
+    """The scheduler of real workers. Prefixes are not simulated."""
+    return BatchScheduler(pool, limits, salt=SALT, prefix_cache=False)
+
+
 # Quiet steps that are planned at once.
 _MOST_AT_ONCE = 4096
 #: Any token: nobody reads what is generated.
@@ -56,6 +66,7 @@ class Machine:
     looks_at_s: when what `on_step` or `on_quiet` do is wanted again; `None`: after each step, one by one.
     cores: that it shares with others; it then takes its steps one by one. `None`: it has its own.
     timeline: where it notes when it computed what, if anybody wants to know.
+    make_scheduler: makes what plans its steps.
     """
 
     def __init__(
@@ -75,11 +86,12 @@ class Machine:
         looks_at_s: Callable[[Machine], float] | None,
         cores: SharedCores | None = None,
         timeline: Timeline | None = None,
+        make_scheduler: SchedulerMaker = shipped,
     ) -> None:
         page_size = kv_format.layout.page_size
         self.key, self.role = key, role
         self._pool = PagePool(num_pages, page_size)
-        self._scheduler = BatchScheduler(self._pool, limits, salt=SALT, prefix_cache=False)
+        self._scheduler = make_scheduler(self._pool, limits)
         self._ledger = Ledger[Job](self._scheduler, bound=limits.queue_bound)
         self.work = Work()
         self.known = KnownLoad(Report(num_available_pages=num_pages, num_commands=0))  # to the router

@@ -158,6 +158,8 @@ def tables(found: dict[str, Any]) -> list[Table]:
     pools = Table("pool", "workers", "worker-hours", "busy", "changes", "steps", "preemptions", box=None)
     for role in (Role.PREFILL, Role.DECODE):
         workers = [one for one in found["workers"] if one["role"] == role.value]
+        if not workers:  # colocated
+            continue
         pool, hours = found["pools"][role.value], found["worker_hours"][role.value]
         busy = sum(one["busy_s"] for one in workers) / (3600 * hours)
         steps, preemptions = (sum(one[name] for one in workers) for name in ("num_steps", "num_preemptions"))

@@ -17,7 +17,7 @@ from tandem.core.config_tree import build, key, read_yaml
 from tandem.core.errors import ConfigError
 from tandem.core.identity import Role
 from tandem.core.time_model import PoolSpec, TimeModel, beside
-from tandem.sim.faults import Death, FaultShape
+from tandem.sim.faults import Death, FaultShape, SlowLink, parse_fault
 from tandem.sim.load import Arrival, Lengths, drawn, recorded
 from tandem.sim.world import PoolShape, WorldShape
 from tandem.worker.limits import Site, scheduler_limits
@@ -51,6 +51,7 @@ class NetworkSpec:
     latency_us: float = key(100.0, "Of the last bytes of a handoff.", minimum=0)
     message_us: float = key(500.0, "From the router to a worker, or back.", minimum=0)
     report_ms: float = key(50.0, "A worker that computes tells of itself so often.", minimum=0)
+    tells_links: bool = key(True, "Routers hear of slow ways, as they do; false: what it costs if they do not.")
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,11 @@ class Scenario(TimeModel):
     cores: CoresSpec = field(default_factory=CoresSpec)
     network: NetworkSpec = field(default_factory=NetworkSpec)
     load: LoadSpec = field(default_factory=LoadSpec)
-    faults: tuple[str, ...] = key((), "Workers that die, and when: decode-0@30 does 30 s after the beginning.")
+    faults: tuple[str, ...] = key(
+        (),
+        "Workers that die, and when: decode-0@30 does 30 s after the beginning; ways that become slow: that of "
+        "prefill-0@30=0.1 keeps a tenth of its bandwidth.",
+    )
     tandem: Config = field(default_factory=Config)
     seed: int = key(0, "Of what is drawn.", minimum=0)
 
@@ -122,12 +127,24 @@ class Scenario(TimeModel):
     @property
     def _faults(self) -> FaultShape:
         limits, scheduling = self.tandem.limits, self.tandem.scheduling
+        faults = [parse_fault(text) for text in self.faults]
+        slow = tuple(fault for fault in faults if isinstance(fault, SlowLink))
+        senders = [f"{Role.PREFILL.value}-{number}" for number in range(self.prefill.workers)]
+        for link in slow:
+            if link.worker not in senders:
+                raise ConfigError(
+                    f"faults has a slow way out of {link.worker!r}, and must name a prefill worker that is there from "
+                    f"the start: {', '.join(senders) or 'there is none'}",
+                    key="faults",
+                )
         return FaultShape(
-            tuple(Death.parse(text) for text in self.faults),
+            tuple(fault for fault in faults if isinstance(fault, Death)),
+            slow,
             RecoveryLimits(limits.max_attempts, scheduling.local_prefill_tokens, limits.wait_for_worker_s),
             limits.retry_budget,
             retry_burst(scheduling.max_num_seqs or MOST_SEQS),
             limits.wait_for_worker_s,
+            tells_links=self.network.tells_links,
         )
 
     @property
@@ -156,6 +173,12 @@ class Scenario(TimeModel):
                 f"{role}.workers is {pool.workers}, and pools.{role} goes from {found.least} to {found.most}; "
                 "begin with as many as it may have",
                 key=f"pools.{role}",
+            )
+        if not pool.workers and found.follows_load:
+            raise ConfigError(
+                f"{role}.workers is 0, and pools.{role} goes up to {found.most}; begin with one, or leave it out where "
+                "decode workers are to compute all prompts",
+                key=f"{role}.workers",
             )
         return found
 

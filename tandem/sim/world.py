@@ -15,6 +15,7 @@ from itertools import pairwise
 from decode_worker.ledger import AttemptState
 from kvtransfer.layout import KvFormat
 from kvtransfer.protocol.messages import AttemptKey
+from prefill_worker.links import REMEMBERED_S
 from prefill_worker.retained_prompts import RetainedPrompts
 from router.lifecycle.turns import Turns
 from router.policy.choose import choose, choose_prefill
@@ -25,7 +26,7 @@ from router.policy.pool import Order, Pool
 from router.policy.recovery import PLANNED, AttemptEnd, Fault, Recovery
 from router.policy.retry_budget import RetryBudget
 from router.policy.route import RequestFacts
-from router.policy.snapshot import Snapshot
+from router.policy.snapshot import Link, Pair, Snapshot
 from router.request.events import TurnCame
 from router.request.journal import Journal
 from router.request.request import Request
@@ -47,7 +48,7 @@ from tandem.sim.fleet import Fleet
 from tandem.sim.job import InFlight, Job
 from tandem.sim.kernel import Kernel
 from tandem.sim.load import Arrival
-from tandem.sim.machine import SALT, TOKEN, Machine, Work
+from tandem.sim.machine import SALT, TOKEN, Machine, SchedulerMaker, Work, shipped
 from tandem.sim.outcome import Outcome
 from tandem.sim.scaling import Scaler, ShippedLaw
 from tandem.sim.timeline import Timeline
@@ -87,7 +88,7 @@ class WorldShape:
     ttft_s, tpot_s: by when tokens are wanted.
     settings: of the law by which pools follow their load.
     speeds: of steps while so many workers compute, where all share one host's cores; none: each has its own.
-    faults: who dies when.
+    faults: who dies when, and which ways become slow.
     """
 
     prefill: PoolShape
@@ -142,6 +143,7 @@ class World:
     role_changes: workers that went from one pool to the other, and when.
     at_once: steps in which nothing happens are taken several at a time; nothing but the time that this takes depends on
         it.
+    make_scheduler: makes what plans the steps of a worker; another one than ships only where the two are compared.
     """
 
     shape: WorldShape
@@ -149,6 +151,7 @@ class World:
     scaler: Scaler | None = None
     timeline: Timeline | None = None
     at_once: bool = True
+    make_scheduler: SchedulerMaker = shipped
     kernel: Kernel = field(default_factory=lambda: Kernel(0.0))
     fleet: Fleet = field(init=False)
     figures: Figures = field(init=False)
@@ -165,6 +168,8 @@ class World:
     _turns: Turns = field(init=False)
     _budget: RetryBudget = field(init=False)
     _retained: dict[WorkerKey, RetainedPrompts] = field(default_factory=dict, init=False)  # where somebody may die
+    _links: dict[Pair, Link] = field(default_factory=dict, init=False)  # those that are slow, as the router knows
+    _link_used_s: dict[Pair, float] = field(default_factory=dict, init=False)  # of these, the last time
     _placeless: list[InFlight] = field(default_factory=list, init=False)  # for which there is no worker
     _cores: SharedCores | None = field(default=None, init=False)
 
@@ -193,7 +198,7 @@ class World:
             times=pool.times or self.shape.times, kv_format=self.shape.kv_format,
             on_preempted=self._preempted, on_admitted=self._admitted, on_step=self._stepped,
             on_quiet=self._stepped_quietly, looks_at_s=looks_at_s if role is Role.DECODE else None,
-            cores=self._cores, timeline=self.timeline,
+            cores=self._cores, timeline=self.timeline, make_scheduler=self.make_scheduler,
         )  # fmt: skip
         if self.shape.faults.deaths and role is Role.PREFILL:
             self._retained[key] = RetainedPrompts(machine.pool, SALT, shares=False)
@@ -306,6 +311,7 @@ class World:
         return Snapshot(
             self._pools[Role.PREFILL],
             self._pools[Role.DECODE],
+            links=self._links,
             prefill_tokens_per_s=self._prompt_speed.at(self.kernel.now_s),
             is_colocated=self.shape.is_colocated,
         )
@@ -442,7 +448,8 @@ class World:
         assert job.began_s is not None
         assert job.granted_s is not None
         shape, key, now_s, num_input = self.shape, job.prefill, self.kernel.now_s, job.num_tokens
-        of_token_s = shape.kv_format.layout.token_bytes / shape.bytes_per_s
+        bytes_per_s = shape.bytes_per_s * shape.faults.link_share(key.worker_id, now_s)
+        of_token_s = shape.kv_format.layout.token_bytes / bytes_per_s
         num_last = num_input % shape.prefill.limits.chunk_size or min(num_input, shape.prefill.limits.chunk_size)
         start_s = max(self._link_free_s[key], job.began_s, job.granted_s)
         end_s = max(start_s + num_input * of_token_s, now_s + num_last * of_token_s)
@@ -459,6 +466,7 @@ class World:
         prefill.wake()
         self._let_go(prefill, job)
         self._tell(prefill)
+        self._learn_link(prefill.key, decode.key)
         if job.outcome.handed_off_s is None:
             job.outcome.handed_off_s = self.kernel.now_s
         decode.ledger.admit(job)
@@ -468,6 +476,20 @@ class World:
         self._enter(job, choice, AttemptState.RUNNING)
         self._taken_up(decode, job, steps=True)
         self._give_pages(decode)
+
+    def _learn_link(self, prefill: WorkerKey, decode: WorkerKey) -> None:
+        """What the router hears of a way that is slow, for as long as it is remembered; of others it need not know."""
+        faults, pair, now_s = self.shape.faults, (prefill, decode), self.kernel.now_s
+        share = faults.link_share(prefill.worker_id, now_s)
+        if share == 1 or not faults.tells_links:
+            return
+        self._links[pair], self._link_used_s[pair] = Link(self.shape.bytes_per_s * share), now_s
+
+        def forget() -> None:
+            if self._link_used_s[pair] == now_s:
+                self._links.pop(pair, None)
+
+        self.kernel.after(REMEMBERED_S, forget)
 
     # -- decode
 

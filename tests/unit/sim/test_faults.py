@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tandem.core.errors import ConfigError
 from tandem.core.identity import Role
-from tandem.sim.faults import Death, FaultShape
+from tandem.sim.faults import Death, FaultShape, parse_fault
 from tandem.sim.load import Arrival
 from tandem.sim.outcome import Outcome
 from tandem.sim.world import PoolShape, World, WorldShape
@@ -107,7 +107,7 @@ def test_a_death_of_nobody_is_named() -> None:
     with pytest.raises(ConfigError, match=r"no worker decode-3 is there at 0.1 s to die"):
         World(dying(1, 1, Death("decode-3", 0.1))).run([ONE])
     with pytest.raises(ConfigError, match=r"decode-0@30"):
-        Death.parse("decode-0")
+        parse_fault("decode-0")
     assert Death.parse("decode-0@1.5") == Death("decode-0", 1.5)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +15,10 @@ from tandem.core.errors import ConfigError
 from tandem.core.identity import Role
 from tandem.core.step_times import Card, Fitted, ModelSize, Roofline, Terms
 from tandem.core.time_model import OF_SIMULATIONS, TimeModel, read_time_model
-from tandem.sim.faults import Death
+from tandem.sim.faults import Death, SlowLink
 from tandem.sim.load import APART_S
 from tandem.sim.scenario import Scenario, arrivals, read_scenario
+from tandem.sim.world import World
 
 SCENARIOS = Path(__file__).parents[3] / "scenarios"
 
@@ -36,8 +37,18 @@ def scenario_file(directory: Path, text: str) -> Path:
 @pytest.mark.parametrize("file", sorted(SCENARIOS.glob("*.yaml")), ids=lambda file: file.name)
 def test_shipped_scenarios_can_be_read(file: Path) -> None:
     shape = read_scenario(file).shape()
-    assert shape.prefill.num_workers >= 1
+    assert shape.prefill.num_workers >= 1 or shape.is_colocated
     assert shape.decode.limits.computes_prompts
+
+
+@pytest.mark.parametrize("file", sorted(SCENARIOS.glob("*.yaml")), ids=lambda file: file.name)
+def test_shipped_scenarios_run_to_their_end(file: Path) -> None:
+    """With few requests; drawn ones where it names a trace, which does not lie beside it."""
+    scenario = read_scenario(file)
+    scenario = replace(scenario, load=replace(scenario.load, trace="", then=(), requests=60))
+    outcomes = World(scenario.shape()).run(arrivals(scenario, SCENARIOS))
+    assert len(outcomes) == 60
+    assert all(one.is_over for one in outcomes)
 
 
 def test_a_scenario_is_a_time_model_too() -> None:
@@ -70,6 +81,9 @@ def test_keys_of_tandem_yaml_reach_the_schedulers(tmp_path: Path) -> None:
         ("prefill: {workers: 9}\npools: {prefill: {max: 4}}", "prefill.workers is 9, and pools.prefill goes from 9 to"),
         ("times: guessed", "times is 'guessed', must be one of roofline, fitted"),
         ("load: {rate: often}", "load.rate must be a number"),
+        ("prefill: {workers: 0}\npools: {prefill: {max: 4}}", "prefill.workers is 0, and pools.prefill goes up to 4"),
+        ("faults: [decode-0@1=0.5]", "a slow way out of 'decode-0', and must name a prefill worker .*: prefill-0$"),
+        ("faults: [prefill-0@1=2]", "faults has 'prefill-0@1=2', and must have"),
         ("tandem: {scheduling: {chunk_size: 100}}", "scheduling.chunk_size is 100, must be a multiple"),
     ],
 )
@@ -127,6 +141,25 @@ def test_the_command_tells_of_who_went_on(tmp_path: Path, capsys: pytest.Capture
     assert found["num_recovered"] == sum(one["num_recoveries"] > 0 for one in found["requests"]) > 0
     assert found["num_failed"] == 0
     assert f"{found['num_recovered']} requests whose workers died; 0 failed" in capsys.readouterr().out
+
+
+def test_without_prefill_workers_a_scenario_is_colocated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = scenario_file(tmp_path, "prefill: {workers: 0}\ndecode: {workers: 2}\nload: {requests: 20}")
+    assert read_scenario(file).shape().is_colocated
+    assert main(["sim", "run", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert "20, 20 of them by decode alone" in shown
+    pools = [line.split()[:2] for line in shown.splitlines() if line.split()[0] in ("prefill", "decode")]
+    assert pools[-1] == ["decode", "2"], "of a pool without workers there is nothing to tell"
+    assert pools[-2] == ["decode", pools[-2][1]], "the part of a request's time"
+
+
+def test_slow_ways_reach_the_world(tmp_path: Path) -> None:
+    text = "prefill: {workers: 2}\nfaults: [prefill-1@3=0.2]\nnetwork: {tells_links: false}"
+    faults = read_scenario(scenario_file(tmp_path, text)).shape().faults
+    assert (faults.slow_links, faults.deaths, faults.tells_links) == ((SlowLink("prefill-1", 3.0, 0.2),), (), False)
+    assert [faults.link_share("prefill-1", at_s) for at_s in (2.9, 3.0)] == [1.0, 0.2]
+    assert faults.link_share("prefill-0", 3.0) == 1.0
 
 
 def test_a_trace_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from tandem.core.errors import ConfigError
 from tandem.core.identity import Role, WorkerKey
 from tandem.core.pages import PagePool
 from tandem.core.step_times import Fitted
+from tandem.sim.faults import FaultShape, SlowLink
 from tandem.sim.fleet import Life
 from tandem.sim.load import Arrival, Lengths, drawn
 from tandem.sim.outcome import Outcome
@@ -375,3 +376,20 @@ def test_colocated_workers_share_the_requests() -> None:
     by_worker = [sum(one.decode == worker for one in outcomes) for worker in {one.decode for one in outcomes}]
     assert len(by_worker) == 2
     assert min(by_worker) > 20
+
+
+# -- ways
+
+
+def test_a_slow_way_is_avoided_once_it_is_known_and_tried_again_later() -> None:
+    two = dataclasses.replace(SHAPE, prefill=dataclasses.replace(SHAPE.prefill, num_workers=2))
+    arrivals = [Arrival(number, 0.5 * number, 200, 2) for number in range(200)]
+    shape = dataclasses.replace(two, bytes_per_s=20_000 * TOKEN_BYTES)
+    by_slow = {}
+    for tells in (True, False):
+        faults = FaultShape(slow_links=(SlowLink("prefill-0", 20.0, 0.02),), tells_links=tells)
+        outcomes = World(dataclasses.replace(shape, faults=faults)).run(arrivals)
+        by_slow[tells] = [one.arrival.arrived_s for one in outcomes if one.prefill == "prefill-0"]
+    assert sum(at_s > 21 for at_s in by_slow[True]) <= 6, "once in 30 s"
+    assert any(at_s > 45 for at_s in by_slow[True]), "it is tried again"
+    assert sum(at_s > 21 for at_s in by_slow[False]) > 50

@@ -108,7 +108,7 @@ def test_a_death_of_nobody_is_named() -> None:
         World(dying(1, 1, Death("decode-3", 0.1))).run([ONE])
     with pytest.raises(ConfigError, match=r"decode-0@30"):
         parse_fault("decode-0")
-    assert Death.parse("decode-0@1.5") == Death("decode-0", 1.5)
+    assert parse_fault("decode-0@1.5") == Death("decode-0", 1.5)
 
 
 requests = st.lists(st.tuples(st.floats(0, 1), st.integers(1, 700), st.integers(1, 60)), min_size=1, max_size=20)

@@ -93,7 +93,7 @@ check: $(STAMP)  ## ruff, mypy --strict, import layers, generated files fresh
 stubs: $(STAMP)  ## generate tandem/rpc/v1 from protos/
 	$(BIN)/python tools/generate_stubs.py
 
-docs: $(STAMP)  ## generate tandem.yaml, docs/configuration.md, docs/benchmarks.md, and the board and hosts file in deploy/
+docs: $(STAMP)  ## generate tandem.yaml, docs/configuration.md, docs/benchmarks.md, docs/studies.md, and the board and hosts file in deploy/
 	$(BIN)/python tools/generate_config_docs.py
 	$(BIN)/python tools/generate_dashboard.py
 	$(BIN)/python -m benchmarks.docs

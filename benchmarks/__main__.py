@@ -17,6 +17,8 @@ PARTS = ("exposed", "bandwidth", "admission", "ttft", "streaming", "routers", "p
 #: What `scale` can measure.
 SCALE_PARTS = ("growth", "thousand", "azure")
 
+#: What `studies` can simulate.
+STUDIES = ("batching", "memory", "page_size", "chunk_size", "split", "mixed_pool", "link", "slow_link", "worker_dies")
 
 #: What `paper` can compare.
 PAPER_SCENARIOS = ("iso-power", "iso-cost", "iso-throughput", "wrong-workload", "batch")
@@ -46,6 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_placement(commands)
     _add_autoscale(commands)
     _add_law(commands)
+    _add_studies(commands)
     _add_scale(commands)
     _add_paper(commands)
     _add_conversations(commands)
@@ -159,6 +162,22 @@ def _add_law(commands: Any) -> None:
         _law,
     )
     _add_json(command)
+
+
+def _add_studies(commands: Any) -> None:
+    command = add_command(
+        commands,
+        "studies",
+        "one setting at a time: batches, memory, chunks, splits, links; simulated; some minutes",
+        "python -m benchmarks studies --json docs/figures/studies.json\n"
+        "python -m benchmarks studies --only batching memory",
+        _studies,
+    )
+    command.add_argument(
+        "--only", nargs="+", choices=STUDIES, metavar="NAME",
+        help=f"these alone: {', '.join(STUDIES)} (default: all)",
+    )  # fmt: skip
+    _add_json(command, "write everything there; other studies stay")
 
 
 def _add_scale(commands: Any) -> None:
@@ -381,6 +400,13 @@ def _law(options: argparse.Namespace) -> int:
     from benchmarks.law import command
 
     command.run(options.json)
+    return 0
+
+
+def _studies(options: argparse.Namespace) -> int:
+    from benchmarks.studies import command
+
+    command.run(options.json, options.only or ())
     return 0
 
 

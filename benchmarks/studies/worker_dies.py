@@ -12,11 +12,11 @@ _WHEN = "20 s"
 def _says(found: Found) -> str:
     nobody, decode, prefill = (found[variant, _WHEN] for variant in (NOBODY, DECODE, PREFILL))
     return (
-        "When one of two decode workers dies, its requests go on at the other, whose memory is full soon: who comes then "
-        f"waits for room (the p99 of TTFT goes from {ms(nobody['ttft_p99_s'])} to {ms(decode['ttft_p99_s'])}), one request "
-        f"in a hundred waits for {ms(decode['gap_p99_s'])} or more between two tokens, and "
-        f"{per_cent(decode['kept_share'])} keep their targets instead of {per_cent(nobody['kept_share'])}; none is lost, "
-        "and none gets a token twice. "
+        "When one of two decode workers dies, its requests go on at the other, whose memory is full soon: who comes "
+        f"then waits for room (the p99 of TTFT goes from {ms(nobody['ttft_p99_s'])} to {ms(decode['ttft_p99_s'])}), "
+        f"one request in a hundred waits for {ms(decode['gap_p99_s'])} or more between two tokens, and "
+        f"{per_cent(decode['kept_share'])} keep their targets instead of {per_cent(nobody['kept_share'])}; none is "
+        "lost, and none gets a token twice. "
         f"When one of two prefill workers dies, decode computes {per_cent(prefill['by_decode_share'])} of the prompts "
         f"instead of {per_cent(nobody['by_decode_share'])}, and the p99 of TTFT goes from {ms(nobody['ttft_p99_s'])} "
         f"to {ms(prefill['ttft_p99_s'])}. "

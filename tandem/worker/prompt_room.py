@@ -9,6 +9,7 @@ token of a prompt delays all together least: the step itself delays the prompts 
 come behind them; what the tokens add delays them and each who generates. Where tokens add in proportion that is as many
 as leaves the step itself little of the delay, where some are free it is these, and where many prompts wait it is more.
 A number that looks bad is not taken again, so what was not seen for long is forgotten: the step may have been held up.
+And before a step without prompts was seen, all of a step's time counts as added: that is put right with the first one.
 
 Reference: the budget of tokens by the wanted time per token is Sarathi-Serve's (Agrawal et al., OSDI 2024), which
 profiles it beforehand.
@@ -41,6 +42,7 @@ class PromptRoom:
 
     def __init__(self) -> None:
         self._plain = StepBudget()  # of steps without prompts
+        self._knows_plain = False
         # Of steps whose numbers of tokens of prompts have so many binary digits, the mean as the newest count most.
         self._added: dict[int, _Point] = {}
         self._num_steps = 0
@@ -53,6 +55,9 @@ class PromptRoom:
             self._forget_stale()
         if not num_tokens:
             self._plain.note(num_rows, 0, seconds)
+            if not self._knows_plain and seconds > 0:
+                self._knows_plain = True
+                self._take_off(self._plain.seconds(num_rows, 0))
             return
         plain_s, size = self._plain.seconds(num_rows, 0), num_tokens.bit_length()
         self._seen_at[size] = self._num_steps
@@ -69,6 +74,11 @@ class PromptRoom:
         added_s = max(0.0, min(seconds, _HELD_UP * (plain_s + known[1])) - plain_s)
         tokens, mean_s = known
         self._added[size] = tokens + _WEIGHT * (num_tokens - tokens), mean_s + _WEIGHT * (added_s - mean_s)
+
+    def _take_off(self, plain_s: float) -> None:
+        """Of what tokens seem to add, what the step takes by itself. Else few tokens would look bad for ever, as they
+        are when they take a step of their own."""
+        self._added = {size: (tokens, max(0.0, added_s - plain_s)) for size, (tokens, added_s) in self._added.items()}
 
     def _forget_stale(self) -> None:
         """What was not seen for long and is more than what is taken now; all, where nothing is."""

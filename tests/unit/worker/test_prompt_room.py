@@ -84,6 +84,19 @@ def test_the_tokens_are_taken_that_cost_those_who_generate_nothing() -> None:
     assert told.seconds(1000) == pytest.approx(1000 / 130 * 0.007, rel=0.3)
 
 
+def test_prompts_that_come_before_anybody_generates_teach_no_wrong_price() -> None:
+    """A worker that has just started computes prompts first. What it takes then is what it would take had it generated
+    before."""
+    room, takes = PromptRoom(), bound_by_reading(0.001, 0.006, 4e-5)
+    for _ in range(8):
+        tokens = room.tokens(0, 1, 0.05, 2048)
+        room.note(0, tokens, takes(0, tokens))
+    assert tokens > 300
+    learn(room, takes, 20, 0.05)
+    assert 100 <= room.tokens(20, 1, 0.05, 2048) <= 170
+    assert room.steps(20, 1, 0.05, 2048).token_s < 1e-5
+
+
 def test_where_many_prompts_wait_or_nobody_generates_steps_are_filled() -> None:
     """What a step takes besides is then shared by more tokens."""
     takes = bound_by_reading(0.002, 0.004, 4e-5)

@@ -11,6 +11,7 @@ from typing import Any
 from decode_worker.events import Emit, Event
 from decode_worker.job import Choice, DecodeJob, Prompt
 from decode_worker.ledger import AttemptState, Ledger
+from tandem.core import fault_points
 from tandem.core.errors import InternalError, TandemError
 from tandem.core.prompt_scores import TokenScore
 from tandem.core.sampling import SampledToken
@@ -89,6 +90,7 @@ class TokenBook:
             if guided := [guide for item in going_on if (guide := item.sequence.owner.guide) is not None]:
                 self.guides.begin(guided)
             ahead += 1
+            fault_points.reach("decode.guessed")
             behind = self._sample(going_on, logits[[newest_rows[index] + ahead for index in indices]], ahead)
             for index, tokens in zip(indices, behind, strict=True):
                 before = sampled[index]

@@ -82,6 +82,7 @@ class ProcessCluster:
 
     Attributes:
         points: the directory whose files arm `tandem.core.fault_points` in every process; `None`: no points.
+        decode_module: what a decode worker's process runs.
         anew: each process is started by an interpreter of its own, as users start it.
         other_routers: beside `router`; all share its port.
         colocated: as the router is told; set by `launch`, and by who adds or takes away prefill workers.
@@ -95,9 +96,11 @@ class ProcessCluster:
         points: Path | None = None,
         *,
         num_routers: int = 1,
+        decode_module: str = "decode_worker",
         anew: bool = False,
     ) -> None:
         self._num_routers = num_routers
+        self._modules = {"prefill": "prefill_worker", "decode": decode_module}
         self.directory = directory
         self.points = points
         self._anew = anew
@@ -143,7 +146,7 @@ class ProcessCluster:
         """Start a worker without waiting for it; a dead one of the same name is replaced."""
         name = f"{role}-{number}"
         shared = ("--kv-bytes", str(48 << 20), "--core-shares", str(self.core_shares))
-        process = self._start(name, f"{role}_worker", "--worker-id", name, *shared, *arguments)
+        process = self._start(name, self._modules[role], "--worker-id", name, *shared, *arguments)
         self.workers[name] = process
         self._all_workers.append(process)
         return process

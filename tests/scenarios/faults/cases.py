@@ -12,7 +12,7 @@ Role = Literal["prefill", "decode", "router", "supervisor"]
 Signal = Literal["kill", "stop"]
 
 #: Which time the process comes to the point, where the first is not the telling one: a later chunk, a later token.
-_NTH = {"prefill.chunk": 3, "decode.step": 10, "router.token": 10}
+_NTH = {"prefill.chunk": 3, "decode.step": 10, "decode.guessed": 3, "router.token": 10}
 #: With guesses there are fewer steps.
 _GUESSED_STEPS = 4
 
@@ -22,6 +22,8 @@ POINTS: dict[Role, tuple[str, ...]] = {
     "router": ("placed", "sent", "granted", "first_token", "token"),
     "supervisor": ("publish", "start_worker"),
 }
+#: Of a decode worker that guesses: in the midst of a step, some guesses are found right and nothing is given out.
+_GUESSED = "guessed"
 
 SIGNALS: tuple[Signal, ...] = ("kill", "stop")
 
@@ -45,6 +47,13 @@ _JSON = {"structured_outputs": {"json": _ANIMAL, "disable_any_whitespace": True}
 FORMS: dict[str, dict[str, Any]] = {"json": _JSON, "json-n2": {**_JSON, "n": 2}}
 #: Outputs of two tokens, which repeat themselves: steps take several of them at once.
 GUESSED: dict[str, dict[str, Any]] = {"guesses": {"allowed_token_ids": [262, 300], "ignore_eos": True}}
+#: Outputs for which a draft model proposes tokens: long enough for it to read the prompt, and to go on elsewhere.
+DRAFTED: dict[str, dict[str, Any]] = {"drafts": {}, "drafts-n2": {"n": 2}}
+_DRAFTED_SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "seeded": {"temperature": 0.8, "seed": 11},
+}
+_DRAFTED_TOKENS = 96
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,9 @@ class Case:
     @property
     def fields(self) -> dict[str, Any]:
         """Of the request, beside prompt and `max_tokens`."""
+        if (given := DRAFTED.get(self.extra)) is not None:
+            sampling = _DRAFTED_SAMPLINGS[self.sampling]
+            return {**sampling, **given, "logprobs": 1, "ignore_eos": True, "max_tokens": _DRAFTED_TOKENS}
         if (given := FORMS.get(self.extra) or GUESSED.get(self.extra)) is not None:
             return {**SAMPLINGS[self.sampling], **given, "logprobs": 1}
         return {**SAMPLINGS[self.sampling], **EXTRAS[self.extra], "logprobs": 1, "ignore_eos": True}
@@ -116,10 +128,20 @@ def of_json() -> list[Case]:
 
 def of_guesses() -> list[Case]:
     """Each point of a decode worker and each signal, while it guesses."""
-    points = product(POINTS["decode"], SIGNALS)
+    points = product((*POINTS["decode"], _GUESSED), SIGNALS)
     return [
         Case("decode", f"decode.{name}", signal, number % 3 != 0, "greedy", "guesses")
         for number, (name, signal) in enumerate(points)
+    ]
+
+
+def of_drafts() -> list[Case]:
+    """Each point of a decode worker and each signal, while a draft model proposes."""
+    points = product((_GUESSED, *POINTS["decode"]), SIGNALS, DRAFTED, _DRAFTED_SAMPLINGS)
+    return [
+        Case("decode", f"decode.{name}", signal, number % 3 != 0, sampling, extra)
+        for number, (name, signal, extra, sampling) in enumerate(points)
+        if name == _GUESSED or extra == "drafts"
     ]
 
 
@@ -138,7 +160,10 @@ def matrix(found: list[Case]) -> pytest.MarkDecorator:
 
 def is_representative(case: Case) -> bool:
     """Whether `make test` runs it: one case for each point, with signals and kinds of request in turn; under a grammar,
-    those that are killed while they send and while they generate, and with guesses the latter."""
+    those that are killed while they send and while they generate; with lookup the latter, and with a draft model those
+    that are killed while they find guesses right."""
+    if case.extra in DRAFTED:
+        return case.signal == "kill" and case.extra == "drafts" and case.point == f"decode.{_GUESSED}"
     if case.extra in GUESSED:
         return case.signal == "kill" and case.point == "decode.step"
     if case.extra in FORMS:

@@ -92,16 +92,15 @@ class Site:
 
     def expected(self, prompt: list[int], fields: dict[str, Any]) -> Answer:
         """What an undisturbed cluster answers."""
-        return complete(self.reference_url, prompt, max_tokens=MAX_TOKENS, **fields)
+        return complete(self.reference_url, prompt, **{"max_tokens": MAX_TOKENS, **fields})
 
     def strike(self, case: Case, prompt: list[int]) -> Outcome:
         """Run the case's request and its fault. Raises `PointNotReachedError` when there was no fault."""
         self.points.clear()
         self.points.arm_any(case.point, case.signal, case.nth)
         with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(
-                ask, self.cluster.url, prompt, streamed=case.streamed, max_tokens=MAX_TOKENS, **case.fields
-            )
+            fields = {"max_tokens": MAX_TOKENS, **case.fields}
+            asked = pool.submit(ask, self.cluster.url, prompt, streamed=case.streamed, **fields)
             name, struck_at = self._wait_struck(case, asked)
             victim = self.process(name)
             if case.signal == "stop":
@@ -260,15 +259,16 @@ def site(
     num_decode: int = 2,
     *,
     config: dict[str, Any] | None = None,
+    decode_module: str = "decode_worker",
     warm: bool = True,
 ) -> Iterator[Site]:
-    """A site for the length of a `with` block."""
+    """A site for the length of a `with` block. `decode_module`: as of `ProcessCluster`, not of the undisturbed one."""
     config = config or CONFIG
     points = Points(directory / "points")
     quiet_config = {**SERVED, "scheduling": {"chunk_size": CONFIG["scheduling"]["chunk_size"]}}
     (directory / "reference").mkdir()
     reference = ProcessCluster(directory / "reference", config=quiet_config)
-    cluster = ProcessCluster(directory, config=config, points=points.directory)
+    cluster = ProcessCluster(directory, config=config, points=points.directory, decode_module=decode_module)
     with contextlib.ExitStack() as undo:
         reference.launch()
         undo.callback(reference.stop)

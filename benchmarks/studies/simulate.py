@@ -86,7 +86,7 @@ def _rounded(value: float) -> float:
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
-def simulated(scenario: Scenario, make_scheduler: SchedulerMaker) -> Figures:
+def simulated(scenario: Scenario, make_scheduler: SchedulerMaker | None) -> Figures:
     """Raises `ConfigError` where its load cannot be read, or does not fit."""
     world = World(scenario.shape(), make_scheduler=make_scheduler)
     sampler = _Sampler(world)

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.studies.simulate import SCENARIOS, simulated
 from tandem.core.config_tree import build, read_yaml
-from tandem.sim.machine import SchedulerMaker, shipped
+from tandem.sim.machine import SchedulerMaker
 from tandem.sim.scenario import Scenario
 
 Tree = Mapping[str, Any]
@@ -32,7 +32,7 @@ class Variant:
 
     label: str
     tree: Tree = field(default_factory=dict)
-    make_scheduler: SchedulerMaker = shipped
+    make_scheduler: SchedulerMaker | None = None
 
 
 @dataclass(frozen=True, slots=True)

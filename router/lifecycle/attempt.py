@@ -14,7 +14,7 @@ from router.policy.route import Route
 from router.request import events
 from router.request.request import TokenGiven
 from router.workers import wire
-from router.workers.known_pages import Foreseen
+from router.workers.known_pages import TOLD_S, Foreseen
 from router.workers.session import WorkerSession
 from tandem.core import fault_points
 from tandem.core.errors import (
@@ -32,8 +32,6 @@ _log = logging.getLogger(__name__)
 
 # How long decode may take to say whether prefill's commit came before prefill's end: some steps of a busy worker.
 _VERDICT_S = 0.5
-# How long workers may take to tell of pages: some intervals between two reports.
-_TOLD_S = 2.0
 
 
 class AttemptOver(Exception):
@@ -377,5 +375,5 @@ class Attempt:
         if self._foreseen:
             forget = partial(self._workers.pages.forget, self._foreseen)
             # Workers have told of the pages of an attempt that went well, or will soon.
-            delay_s = _TOLD_S if self._journal.is_finished else 0.0
+            delay_s = TOLD_S if self._journal.is_finished else 0.0
             asyncio.get_running_loop().call_later(delay_s, forget)

@@ -17,12 +17,14 @@ from tandem.core.pages import model_salt, next_page_keys, salted
 from tandem.rpc.v1.common_pb2 import CachedPages
 
 #: Bytes of a page's key that workers tell.
-_SHORT = 8
+SHORT = 8
 #: Keys that are remembered of pools, and as many of tiers, at some 300 bytes each: with pages of 32 tokens those of 32
 #: million.
-_MOST_KEYS = 1 << 20
+MOST_KEYS = 1 << 20
 #: Pages of a prompt that are foreseen where it is sent; of the others the worker tells when they are there.
-_MOST_FORESEEN = 256
+MOST_FORESEEN = 256
+#: How long workers may take to tell of pages: some intervals between two reports.
+TOLD_S = 2.0
 
 Foreseen = Mapping[WorkerKey, Sequence[bytes]]
 """Keys of pages that workers are about to have."""
@@ -32,8 +34,8 @@ class KnownPages:
     """Of all workers of one router. Workers of a version that tells nothing hold nothing, as far as is known."""
 
     def __init__(self) -> None:
-        self._index: PageIndex[bytes, WorkerKey] = PageIndex(_MOST_KEYS)
-        self._stored: PageIndex[bytes, WorkerKey] = PageIndex(_MOST_KEYS)
+        self._index: PageIndex[bytes, WorkerKey] = PageIndex(MOST_KEYS)
+        self._stored: PageIndex[bytes, WorkerKey] = PageIndex(MOST_KEYS)
         self._telling: set[WorkerKey] = set()
 
     def __len__(self) -> int:
@@ -74,7 +76,7 @@ class KnownPages:
         telling = [worker for worker in workers if worker in self._telling]
         if layout is None or not telling:
             return {}
-        keys = list(islice(_short_keys(layout, token_ids, cache_salt), _MOST_FORESEEN))
+        keys = list(islice(_short_keys(layout, token_ids, cache_salt), MOST_FORESEEN))
         return {worker: self._index.foresee(worker, keys) for worker in telling}
 
     def forget(self, foreseen: Foreseen) -> None:
@@ -86,8 +88,8 @@ class KnownPages:
 def _short_keys(layout: LayoutId, token_ids: Sequence[int], cache_salt: str) -> Iterator[bytes]:
     salt = salted(model_salt(layout.weights_sha256), cache_salt)
     keys = next_page_keys(token_ids, layout.page_size, salt)
-    return (key[:_SHORT] for key in islice(keys, (len(token_ids) - 1) // layout.page_size))
+    return (key[:SHORT] for key in islice(keys, (len(token_ids) - 1) // layout.page_size))
 
 
 def _split(keys: bytes) -> Iterator[bytes]:
-    return (keys[start : start + _SHORT] for start in range(0, len(keys), _SHORT))
+    return (keys[start : start + SHORT] for start in range(0, len(keys), SHORT))

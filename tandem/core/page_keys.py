@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from struct import Struct
 from typing import overload
 
-_SIZE = hashlib.sha256().digest_size
-_each = Struct(f"{_SIZE}s").iter_unpack
+KEY_BYTES = hashlib.sha256().digest_size
+_each = Struct(f"{KEY_BYTES}s").iter_unpack
 
 
 class PageKeys(Sequence[bytes]):
@@ -22,14 +22,14 @@ class PageKeys(Sequence[bytes]):
 
     def __init__(self, keys: Iterable[bytes] = ()) -> None:
         self._packed: bytearray = keys._packed[:] if isinstance(keys, PageKeys) else bytearray(b"".join(keys))
-        if len(self._packed) % _SIZE:
-            raise ValueError(f"{len(self._packed)} bytes are no keys of {_SIZE} bytes")
+        if len(self._packed) % KEY_BYTES:
+            raise ValueError(f"{len(self._packed)} bytes are no keys of {KEY_BYTES} bytes")
 
     def extend(self, keys: Iterable[bytes]) -> None:
         self._packed += PageKeys(keys)._packed
 
     def __len__(self) -> int:
-        return len(self._packed) // _SIZE
+        return len(self._packed) // KEY_BYTES
 
     @overload
     def __getitem__(self, index: int) -> bytes: ...
@@ -43,12 +43,12 @@ class PageKeys(Sequence[bytes]):
             if step != 1:
                 raise ValueError("keys are taken as they lie")
             part = PageKeys()
-            part._packed = self._packed[begin * _SIZE : end * _SIZE]
+            part._packed = self._packed[begin * KEY_BYTES : end * KEY_BYTES]
             return part
         place = index if index >= 0 else index + len(self)
         if not 0 <= place < len(self):
             raise IndexError(f"no key {index} among {len(self)}")
-        return bytes(self._packed[place * _SIZE : (place + 1) * _SIZE])
+        return bytes(self._packed[place * KEY_BYTES : (place + 1) * KEY_BYTES])
 
     def __iter__(self) -> Iterator[bytes]:
         # Of a copy: the memory cannot grow while it is read.

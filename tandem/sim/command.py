@@ -40,7 +40,7 @@ def run(path: Path, json: Path | None, timeline: Path | None = None) -> int:
             if num_ended % _AT_ONCE == 0:
                 progress.update(task, completed=num_ended)
 
-        world = World(scenario.shape(), ended, timeline=Timeline() if timeline is not None else None)
+        world = World(scenario.shape(load), ended, timeline=Timeline() if timeline is not None else None)
         began_s = time.monotonic()
         outcomes = world.run(load)
         found = content(world, outcomes, time.monotonic() - began_s)

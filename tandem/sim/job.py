@@ -9,7 +9,9 @@ from router.lifecycle.turns import Turn
 from router.policy.recovery import FIRST, Plan, Recovery
 from router.request.journal import Journal
 from router.request.request import TokenGiven
+from router.workers.known_pages import Foreseen
 from tandem.core.identity import WorkerKey
+from tandem.core.page_keys import PageKeys
 from tandem.sim.outcome import Outcome
 from tandem.worker.sequence import Sequence
 
@@ -26,6 +28,7 @@ class InFlight:
         slack_s: of its prompt, as of when it was placed first.
         give_up_s: until when it waits for a worker; `None`: it does not.
         kept_at: prefill workers that may keep pages of its prompt.
+        page_keys: of the full pages of its prompt; none without prefix caches.
     """
 
     outcome: Outcome
@@ -36,6 +39,7 @@ class InFlight:
     slack_s: float = 0.0
     give_up_s: float | None = None
     kept_at: set[WorkerKey] = field(default_factory=set)
+    page_keys: PageKeys = field(default_factory=PageKeys)
 
     @property
     def attempt(self) -> int:
@@ -62,6 +66,7 @@ class Job(Attempt):
     granted_s: since when prefill knows of its pages at decode.
     is_admitted: decode has all that it needs.
     is_over: for the router: it has ended, or a worker of it has died.
+    foreseen: pages that its workers are about to have.
     """
 
     request: InFlight
@@ -76,6 +81,7 @@ class Job(Attempt):
     is_computed: bool = False
     is_admitted: bool = False
     is_over: bool = False
+    foreseen: Foreseen = field(default_factory=dict)
 
     @property
     def outcome(self) -> Outcome:

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tandem.bench.load.trace_entry import TraceEntry
+from tandem.bench.load.trace_entry import MOONCAKE_BLOCK, TraceEntry
 from tandem.core.errors import ConfigError
 
 APART_S = 30.0
@@ -22,6 +22,8 @@ class Arrival:
     arrived_s: float
     num_input: int
     num_output: int
+    block_ids: tuple[int, ...] = ()  # of its prompt, as of `TraceEntry`; none: it begins like no other
+    block_size: int = MOONCAKE_BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +50,19 @@ def recorded(
     traces: Sequence[Sequence[TraceEntry]], speed: float = 1.0, copies: int = 1, seed: int = 0
 ) -> list[Arrival]:
     """The requests of traces that follow each other, `speed` times as fast; each comes `copies` times, but for the
-    first up to `APART_S` sooner or later. Raises `ConfigError` where a trace does not say when its requests came."""
-    rng, began_s, found = random.Random(seed), 0.0, list[tuple[float, int, int]]()
-    for entries in traces:
+    first up to `APART_S` sooner or later. Blocks are of one trace, and of one copy: the others are of other clients,
+    who ask something else. Raises `ConfigError` where a trace does not say when its requests came."""
+    rng, began_s, found = random.Random(seed), 0.0, list[tuple[float, int, int, tuple[int, ...], int]]()
+    for number_of_trace, entries in enumerate(traces):
         last_s = began_s
         for entry in entries:
             if entry.arrival_s is None:
                 raise ConfigError("the trace does not say when its requests came; take one that does", key="load.trace")
             last_s = began_s + entry.arrival_s / speed
             lengths = max(1, entry.num_input), max(1, entry.num_output)
-            found.append((last_s, *lengths))
-            found += [(max(0.0, last_s + rng.uniform(-APART_S, APART_S)), *lengths) for _ in range(copies - 1)]
+            for copy in range(copies):
+                at_s = max(0.0, last_s + rng.uniform(-APART_S, APART_S)) if copy else last_s
+                ids = tuple((block * len(traces) + number_of_trace) * copies + copy for block in entry.block_ids)
+                found.append((at_s, *lengths, ids, entry.block_size))
         began_s = last_s
     return [Arrival(number, *each) for number, each in enumerate(sorted(found))]

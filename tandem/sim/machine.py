@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 from decode_worker.ledger import Ledger
@@ -29,16 +30,15 @@ SALT = b"simulated"
 SchedulerMaker = Callable[[PagePool, SchedulerLimits], BatchScheduler]
 """What plans the steps of a worker over its pages."""
 
-
-def shipped(pool: PagePool, limits: SchedulerLimits) -> BatchScheduler:
-    """The scheduler of real workers. Prefixes are not simulated."""
-    return BatchScheduler(pool, limits, salt=SALT, prefix_cache=False)
-
-
 # Quiet steps that are planned at once.
 _MOST_AT_ONCE = 4096
-#: Any token: nobody reads what is generated.
+#: Any token of a prompt: nobody reads it.
 TOKEN = 7
+
+
+def token_of(choice: Choice) -> int:
+    """Each that it generates: as in no other request, since their answers differ."""
+    return choice.arrival
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class Machine:
     looks_at_s: when what `on_step` or `on_quiet` do is wanted again; `None`: after each step, one by one.
     cores: that it shares with others; it then takes its steps one by one. `None`: it has its own.
     timeline: where it notes when it computed what, if anybody wants to know.
-    make_scheduler: makes what plans its steps.
+    make_scheduler: makes what plans its steps; `None`: what ships.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class Machine:
         limits: SchedulerLimits,
         times: StepTimes,
         kv_format: KvFormat,
+        prefix_cache: bool = False,
         on_preempted: Callable[[Choice], object],
         on_admitted: Callable[[Machine, Choice], object],
         on_step: Callable[[Machine, Batch], None],
@@ -86,12 +87,15 @@ class Machine:
         looks_at_s: Callable[[Machine], float] | None,
         cores: SharedCores | None = None,
         timeline: Timeline | None = None,
-        make_scheduler: SchedulerMaker = shipped,
+        make_scheduler: SchedulerMaker | None = None,
     ) -> None:
         page_size = kv_format.layout.page_size
         self.key, self.role = key, role
         self._pool = PagePool(num_pages, page_size)
-        self._scheduler = make_scheduler(self._pool, limits)
+        maker = make_scheduler or partial(BatchScheduler, salt=SALT, prefix_cache=prefix_cache)
+        self._scheduler = maker(self._pool, limits)
+        if prefix_cache:
+            self._pool.note_changes()
         self._ledger = Ledger[Job](self._scheduler, bound=limits.queue_bound)
         self.work = Work()
         self.known = KnownLoad(Report(num_available_pages=num_pages, num_commands=0))  # to the router
@@ -215,7 +219,7 @@ class Machine:
         if self._timeline is not None:
             now_s = self._kernel.now_s
             self._timeline.note(self.key.worker_id, now_s - seconds, now_s, with_prompts=num_of_prompts > 0)
-        self._scheduler.apply(batch, [[TOKEN] for item in batch.items if item.samples])
+        self._scheduler.apply(batch, [[token_of(item.sequence)] for item in batch.items if item.samples])
         self._on_step(self, batch)
         self._turn()
 
@@ -248,7 +252,7 @@ class Machine:
         if not ends_s:
             return
         running, num = list(self._scheduler.running), len(ends_s)
-        advance(self._scheduler, num, TOKEN)
+        advance(self._scheduler, num, token_of)
         self._note(num, num * len(running), num * len(running), ends_s[-1] - self._began_s)
         if self._timeline is not None:
             self._timeline.note(self.key.worker_id, self._began_s, ends_s[-1], with_prompts=False)
@@ -272,8 +276,8 @@ class Machine:
         self._begin(batch, len(batch.items), ends_s[num] - begun_s, ends_s[num] - now_s)
 
     def free(self, choice: Choice) -> None:
-        """It leaves, with its pages."""
-        self._pool.release(self._scheduler.remove(choice))
+        """It leaves, with its pages; full ones stay in the prefix cache."""
+        self._pool.release(self._scheduler.retire(choice))
 
     # -- what a router sees
 

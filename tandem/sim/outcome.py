@@ -22,6 +22,7 @@ class Outcome:
     last_token_s: float = 0.0
     longest_gap_s: float = 0.0
     num_tokens: int = 0
+    num_cached: int | None = None  # tokens of its prompt that the worker had which computed it first
     prefill_s: float | None = None  # the first step with tokens of its prompt began
     handed_off_s: float | None = None  # decode has its pages; `None`: it needed none of another worker
     num_recoveries: int = 0  # workers that died while they had it, and others went on

@@ -41,6 +41,7 @@ def content(world: World, outcomes: Sequence[Outcome], took_s: float) -> dict[st
         "num_recovered": sum(one.num_recoveries > 0 for one in outcomes),
         "num_recoveries": sum(one.num_recoveries for one in asked),
         "num_input_tokens": sum(one.arrival.num_input for one in outcomes),
+        "num_cached_tokens": sum(one.num_cached or 0 for one in outcomes) if world.shape.prefix_cache else None,
         "num_output_tokens": sum(one.num_tokens for one in outcomes),
         "output_tokens_per_s": sum(one.num_tokens for one in outcomes) / end_s,
         "slo": {
@@ -89,6 +90,7 @@ def content(world: World, outcomes: Sequence[Outcome], took_s: float) -> dict[st
                 "first_token_s": one.first_token_s,
                 "last_token_s": one.last_token_s,
                 "longest_gap_s": one.longest_gap_s,
+                "num_cached": one.num_cached,
                 "num_recoveries": one.num_recoveries,
                 "parts": one.parts,
             }
@@ -148,6 +150,9 @@ def tables(found: dict[str, Any]) -> list[Table]:
         recovered = f"{found['num_recovered']:,} requests whose workers died; {found['num_failed']:,} failed"
         counts.add_row("recovered", recovered)
     counts.add_row("tokens", f"{found['num_input_tokens']:,} in, {found['num_output_tokens']:,} out")
+    if found["num_cached_tokens"] is not None:
+        share = found["num_cached_tokens"] / found["num_input_tokens"]
+        counts.add_row("prefix caches", f"held {share:.1%} of the tokens of prompts")
     counts.add_row("output throughput", f"{found['output_tokens_per_s']:,.1f} tokens/s")
     slo = found["slo"]
     targets = f"TTFT {slo['ttft_s']:g} s and TPOT {slo['tpot_s'] * 1e3:g} ms"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -100,8 +101,9 @@ class Scenario(TimeModel):
     tandem: Config = field(default_factory=Config)
     seed: int = key(0, "Of what is drawn.", minimum=0)
 
-    def shape(self) -> WorldShape:
-        """The cluster. Of `tandem`, which has the keys of a `tandem.yaml`, counts what docs/simulator.md names."""
+    def shape(self, load: Sequence[Arrival] = ()) -> WorldShape:
+        """The cluster. Of `tandem`, which has the keys of a `tandem.yaml`, counts what docs/simulator.md names. `load`:
+        what it is to serve; where no prompts of it are known to begin alike, workers keep no pages of them."""
         config, network = self.tandem, self.network
         ttft_s, tpot_s = ON_CPU if self.card.is_cpu else ON_GPU
         return WorldShape(
@@ -122,6 +124,7 @@ class Scenario(TimeModel):
             settings=Settings(config.pools.utilisation, config.pools.shrink_delay_s),
             speeds=self.cores.speeds,
             faults=self._faults,
+            prefix_cache=config.cache.prefix_cache and any(arrival.block_ids for arrival in load),
         )
 
     @property

@@ -23,6 +23,7 @@ from router.policy.first_token import slack_of
 from router.policy.gate import Room
 from router.policy.losses import Fate
 from router.policy.pool import Order, Pool
+from router.policy.prefix import HeldPrefix
 from router.policy.recovery import PLANNED, AttemptEnd, Fault, Recovery
 from router.policy.retry_budget import RetryBudget
 from router.policy.route import RequestFacts
@@ -31,6 +32,7 @@ from router.request.events import TurnCame
 from router.request.journal import Journal
 from router.request.request import Request
 from router.request.targets import Targets
+from router.workers.known_pages import TOLD_S
 from router.workers.learnt import Learnt
 from tandem.cluster.supervisor.autoscale import Decision, Range, Settings
 from tandem.cluster.supervisor.role_law import RoleChange
@@ -48,8 +50,9 @@ from tandem.sim.fleet import Fleet
 from tandem.sim.job import InFlight, Job
 from tandem.sim.kernel import Kernel
 from tandem.sim.load import Arrival
-from tandem.sim.machine import SALT, TOKEN, Machine, SchedulerMaker, Work, shipped
+from tandem.sim.machine import SALT, TOKEN, Machine, SchedulerMaker, Work, token_of
 from tandem.sim.outcome import Outcome
+from tandem.sim.prefixes import Prefixes
 from tandem.sim.scaling import Scaler, ShippedLaw
 from tandem.sim.timeline import Timeline
 from tandem.worker.batch import Batch, SchedulerLimits
@@ -89,6 +92,7 @@ class WorldShape:
     settings: of the law by which pools follow their load.
     speeds: of steps while so many workers compute, where all share one host's cores; none: each has its own.
     faults: who dies when, and which ways become slow.
+    prefix_cache: workers keep pages of prompts, and requests go where theirs are.
     """
 
     prefill: PoolShape
@@ -108,6 +112,7 @@ class WorldShape:
     settings: Settings = field(default_factory=Settings)
     speeds: tuple[float, ...] = ()
     faults: FaultShape = field(default_factory=FaultShape)
+    prefix_cache: bool = False
 
     @property
     def is_colocated(self) -> bool:
@@ -143,7 +148,8 @@ class World:
     role_changes: workers that went from one pool to the other, and when.
     at_once: steps in which nothing happens are taken several at a time; nothing but the time that this takes depends on
         it.
-    make_scheduler: makes what plans the steps of a worker; another one than ships only where the two are compared.
+    make_scheduler: makes what plans the steps of a worker, where what ships is compared with another one; `None`: what
+        ships.
     """
 
     shape: WorldShape
@@ -151,7 +157,7 @@ class World:
     scaler: Scaler | None = None
     timeline: Timeline | None = None
     at_once: bool = True
-    make_scheduler: SchedulerMaker = shipped
+    make_scheduler: SchedulerMaker | None = None
     kernel: Kernel = field(default_factory=lambda: Kernel(0.0))
     fleet: Fleet = field(init=False)
     figures: Figures = field(init=False)
@@ -166,6 +172,7 @@ class World:
     _takes_requests: set[WorkerKey] = field(default_factory=set, init=False)
     _prompt_speed: Learnt = field(default_factory=Learnt, init=False)  # tokens a second of computation
     _turns: Turns = field(init=False)
+    _prefixes: Prefixes | None = field(default=None, init=False)
     _budget: RetryBudget = field(init=False)
     _retained: dict[WorkerKey, RetainedPrompts] = field(default_factory=dict, init=False)  # where somebody may die
     _links: dict[Pair, Link] = field(default_factory=dict, init=False)  # those that are slow, as the router knows
@@ -179,6 +186,8 @@ class World:
         self.fleet = Fleet(self.kernel, self._make, self._ready, self._leave, shape.flexible, shape.change_s)
         self.figures = Figures(shape.ttft_s, shape.tpot_s)
         self._turns = Turns(self._room, 1.0, self.kernel.clock)  # all have one priority, so what it is worth is nothing
+        if shape.prefix_cache:
+            self._prefixes = Prefixes(shape.kv_format.layout.page_size)
         faults = shape.faults
         self._budget = RetryBudget(faults.retry_share, faults.retry_burst, self.kernel.clock)
         if self.scaler is None and shape.ranges:
@@ -195,13 +204,13 @@ class World:
         looks_at_s = self._report_due_s if self.at_once else None
         machine = self.machines[key] = Machine(
             self.kernel, key, role, num_pages=pool.num_pages, limits=pool.limits,
-            times=pool.times or self.shape.times, kv_format=self.shape.kv_format,
+            times=pool.times or self.shape.times, kv_format=self.shape.kv_format, prefix_cache=self.shape.prefix_cache,
             on_preempted=self._preempted, on_admitted=self._admitted, on_step=self._stepped,
             on_quiet=self._stepped_quietly, looks_at_s=looks_at_s if role is Role.DECODE else None,
             cores=self._cores, timeline=self.timeline, make_scheduler=self.make_scheduler,
         )  # fmt: skip
         if self.shape.faults.deaths and role is Role.PREFILL:
-            self._retained[key] = RetainedPrompts(machine.pool, SALT, shares=False)
+            self._retained[key] = RetainedPrompts(machine.pool, SALT, shares=self.shape.prefix_cache)
         self._link_free_s[key] = 0.0
         self._told_s[key], self._told[key] = -self.shape.report_s, Work()
         return machine
@@ -216,6 +225,8 @@ class World:
     def _leave(self, machine: Machine) -> None:
         self._takes_requests.discard(machine.key)
         self._pools[machine.role].discard(machine.key)
+        if self._prefixes is not None:
+            self._prefixes.lose(machine.key)
         self._turns.look()
 
     def _show(self, machine: Machine) -> None:
@@ -289,6 +300,8 @@ class World:
         request = Request(str(arrival.number), prompt, SamplingParams(), arrival.arrived_s, targets=targets)
         inbox = _Inbox(self.kernel, self._place)
         inbox.request = InFlight(outcome, self._turns.join(request, inbox))
+        if self._prefixes is not None:
+            inbox.request.page_keys = self._prefixes.keys(arrival)
         self._budget.earn()
         if self.shape.faults.deaths:
             inbox.request.journal = Journal(1)
@@ -320,23 +333,30 @@ class World:
         arrival = request.outcome.arrival
         return RequestFacts(
             num_prompt_tokens=arrival.num_input,
+            prefix=self._held(request),
             mixed_pool_tokens=self.shape.mixed_pool_tokens,
             first_token_in_s=arrival.arrived_s + self.shape.ttft_s - self.kernel.now_s,
             num_held_tokens=self._turns.num_waiting_tokens,
             is_first_attempt=request.attempt == 1,
         )
 
+    def _held(self, request: InFlight) -> HeldPrefix[WorkerKey]:
+        if self._prefixes is None:
+            return HeldPrefix()
+        return self._prefixes.held(request.page_keys, request.outcome.arrival.num_input)
+
     def _place(self, request: InFlight) -> None:
-        outcome, snapshot = request.outcome, self._snapshot()
+        outcome, snapshot, facts = request.outcome, self._snapshot(), self._facts(request)
         try:
-            route = choose(snapshot, self._facts(request), request.plan.wishes)
+            route = choose(snapshot, facts, request.plan.wishes)
         except NoWorkerError as error:
             self._wait_for_worker(request, error)
             return
         assert route.decode is not None
         arrival, request.give_up_s = outcome.arrival, None
         if request.attempt == 1:
-            request.slack_s = slack_of(arrival.num_input, snapshot.prefill_tokens_per_s)
+            num_left = arrival.num_input - facts.prefix.most_tokens
+            request.slack_s = slack_of(num_left, snapshot.prefill_tokens_per_s)
         job = Job(
             key=AttemptKey(str(arrival.number), request.attempt),
             turn=arrival.arrived_s + request.slack_s,
@@ -344,7 +364,7 @@ class World:
             arrival=arrival.number,
             num_tokens=arrival.num_input,
             num_running=1,
-            page_keys=PageKeys(),
+            page_keys=request.page_keys,
             max_local_tokens=route.max_local_tokens,
             unpaced=route.unpaced,
             request=request,
@@ -354,6 +374,9 @@ class World:
         )
         outcome.decode, outcome.prefill = route.decode.worker_id, route.prefill.worker_id if route.prefill else ""
         self._jobs[job.key.request_id] = job
+        if self._prefixes is not None:
+            chosen = [key for key in (route.prefill, route.decode) if key is not None]
+            job.foreseen = self._prefixes.foresee(chosen, job.page_keys, job.num_tokens)
         decode = self.machines[job.decode]
         num_pages = pages_for(job.num_tokens, decode.pool.page_size)
         computes = job.max_local_tokens >= job.num_tokens
@@ -401,6 +424,7 @@ class World:
     def _tell(self, machine: Machine) -> None:
         now_s, work, before = self.kernel.now_s, machine.work, self._told[machine.key]
         machine.tell()
+        self._hear_pages(machine)
         if machine.role is Role.PREFILL and (busy_s := work.busy_s - before.busy_s) > 0:
             self._prompt_speed.note((work.num_tokens - before.num_tokens) / busy_s, 1, now_s)
         elif self.shape.is_colocated and (chunk_s := work.chunk_s - before.chunk_s) > 0:
@@ -408,6 +432,13 @@ class World:
         self._told[machine.key], self._told_s[machine.key] = replace(work), now_s
         self._show(machine)
         self._turns.look()
+
+    def _hear_pages(self, machine: Machine) -> None:
+        """Which came to its cache, and which went."""
+        if self._prefixes is None or (change := machine.pool.take_changes()) is None:
+            return
+        if machine.key in self._takes_requests:
+            self._prefixes.hear(machine.key, change)
 
     # -- prefill
 
@@ -423,7 +454,7 @@ class World:
             recalled = retained.recall(prompt)
             prompt.samples = not job.num_known and not (recalled is not None and recalled.first_tokens)
             if recalled is not None and not prompt.samples and retained.give_pages(prompt, recalled):
-                self._begun(prefill, job)
+                self._begun(prefill, job, prompt.num_cached)
                 job.began_s = self.kernel.now_s
                 self._computed(job)
                 return
@@ -440,6 +471,7 @@ class World:
             request_id=job.key.request_id, attempt=job.key.attempt, choice=0, turn=job.own_turn, arrival=job.arrival,
             token_ids=token_ids([TOKEN]) * job.num_tokens, num_prompt=job.num_tokens,
             params=SamplingParams(max_tokens=job.outcome.arrival.num_output), tpot_s=self.shape.tpot_s, owner=job,
+            keys=PageKeys(job.page_keys),
         )  # fmt: skip
 
     def _send_pages(self, job: Job) -> None:
@@ -448,6 +480,7 @@ class World:
         assert job.began_s is not None
         assert job.granted_s is not None
         shape, key, now_s, num_input = self.shape, job.prefill, self.kernel.now_s, job.num_tokens
+        num_input -= len(job.cached) * shape.kv_format.layout.page_size
         bytes_per_s = shape.bytes_per_s * shape.faults.link_share(key.worker_id, now_s)
         of_token_s = shape.kv_format.layout.token_bytes / bytes_per_s
         num_last = num_input % shape.prefill.limits.chunk_size or min(num_input, shape.prefill.limits.chunk_size)
@@ -471,7 +504,7 @@ class World:
             job.outcome.handed_off_s = self.kernel.now_s
         decode.ledger.admit(job)
         choice = self._choice(job)
-        choice.token_ids += token_ids([TOKEN]) * max(1, job.num_known)
+        choice.token_ids += token_ids([token_of(choice)]) * max(1, job.num_known)
         choice.num_computed = job.num_tokens
         self._enter(job, choice, AttemptState.RUNNING)
         self._taken_up(decode, job, steps=True)
@@ -497,7 +530,7 @@ class World:
         """Into the next step's batch, with the pages that it has here."""
         decode = self.machines[job.decode]
         job.sequence, job.is_admitted = choice, True
-        choice.pages = page_table([*job.cached, *job.pages])
+        choice.pages, choice.num_published = page_table([*job.cached, *job.pages]), len(job.cached)
         decode.ledger.set_state(job, state)
         decode.scheduler.enter(choice)
         decode.wake()
@@ -540,10 +573,11 @@ class World:
         # A retry is not paced: it has waited long enough.
         prompt.paced, prompt.yields = job.key.attempt == 1 and not job.unpaced, job.key.attempt == 1
         prompt.turn, prompt.samples = job.turn, not job.num_known
+        prompt.num_computed = prompt.num_cached = len(job.cached) * self.shape.kv_format.layout.page_size
         self._enter(job, prompt, AttemptState.COMPUTING)
         decode = self.machines[job.decode]
         job.request.turn.granted()
-        self._begun(decode, job)
+        self._begun(decode, job, prompt.num_cached)
 
     def _generates(self, job: Job, prompt: Choice) -> None:
         """It is computed at decode, and goes on as any."""
@@ -552,7 +586,7 @@ class World:
         pages = decode.scheduler.remove(prompt)
         prompt.turn, prompt.paced, prompt.yields, prompt.samples = job.own_turn, False, False, True
         prompt.pages = page_table(pages)
-        prompt.token_ids += token_ids([TOKEN]) * job.num_known
+        prompt.token_ids += token_ids([token_of(prompt)]) * job.num_known
         decode.scheduler.enter(prompt)
 
     def _granted(self, job: Job) -> None:
@@ -572,12 +606,14 @@ class World:
 
     def _admitted(self, machine: Machine, choice: Choice) -> None:
         if machine.role is Role.PREFILL:
-            self._begun(machine, choice.owner)
+            self._begun(machine, choice.owner, choice.num_cached)
 
-    def _begun(self, machine: Machine, job: Job) -> None:
-        """The router hears that the prompt is computed from now on."""
+    def _begun(self, machine: Machine, job: Job, num_cached: int) -> None:
+        """The router hears that the prompt is computed from now on, but for so many tokens."""
         self._taken_up(machine, job, steps=True)
-        job.request.turn.begun(0)
+        job.request.turn.begun(num_cached)
+        if job.outcome.num_cached is None:
+            job.outcome.num_cached = num_cached
 
     def _preempted(self, choice: Choice) -> None:
         """It is computed again; at prefill it has nothing to send until then."""
@@ -586,9 +622,10 @@ class World:
             job.is_computed, job.began_s = False, None
 
     def _stepped(self, machine: Machine, batch: Batch) -> None:
-        now_s = self.kernel.now_s
+        now_s, happened = self.kernel.now_s, bool(batch.admitted or batch.preempted or batch.stalled)
         for item in batch.items:
             sequence, job = item.sequence, item.sequence.owner
+            happened |= item.num_tokens > 1 or item.start < sequence.num_prompt
             if job.began_s is None:
                 job.began_s = now_s
                 if job.outcome.prefill_s is None:
@@ -602,18 +639,20 @@ class World:
             if sequence.num_output == sequence.params.max_tokens:
                 machine.free(sequence)
                 machine.ledger.remove(job)
-                job.sequence = None
+                job.sequence, happened = None, True
                 if not job.is_over:
                     self._end(job)
             elif job.state is AttemptState.COMPUTING and sequence.num_computed >= sequence.num_prompt:
                 self._generates(job, sequence)
-        if machine.has_reservations:  # as in a worker, the next step takes its pages first
+        if happened:
+            self._hear_pages(machine)
+        if happened and machine.has_reservations:  # as in a worker, the next step takes its pages first
             self.kernel.after(0.0, partial(self._give_pages, machine))
         self._may_tell(machine)
 
     def _give(self, job: Job, index: int) -> None:
         """The `index`th token of its output, to its client, who may have it."""
-        if job.request.takes(job.key.attempt, index, 1, TOKEN):
+        if job.request.takes(job.key.attempt, index, 1, job.arrival):
             job.outcome.token(self.kernel.now_s)
             self.figures.gave(job.outcome)
 
@@ -621,7 +660,7 @@ class World:
         longest_s = max((b - a for a, b in pairwise(ends_s)), default=0.0)
         for choice in running:
             job: Job = choice.owner
-            if job.request.takes(job.key.attempt, choice.num_output - len(ends_s), len(ends_s), TOKEN):
+            if job.request.takes(job.key.attempt, choice.num_output - len(ends_s), len(ends_s), job.arrival):
                 job.outcome.several(ends_s, longest_s)
                 self.figures.gave_more(len(ends_s))
         if ends_s[-1] == self.kernel.now_s:
@@ -651,7 +690,7 @@ class World:
             return
         prefill.scheduler.park(prompt)
         if (retained := self._retained.get(prefill.key)) is not None:
-            retained.retain(0, prompt, {0: SampledToken(TOKEN)})
+            retained.retain(0, prompt, {0: SampledToken(token_of(prompt))})
         if job.granted_s is not None:
             self._send_pages(job)
 
@@ -680,6 +719,10 @@ class World:
         self._let_go(self.machines[job.decode], job)
         if job.prefill is not None:
             self._let_go(self._prefill_of(job), job)
+        if self._prefixes is not None:
+            # Workers have told of the pages of an attempt that went well, or will soon.
+            delay_s = TOLD_S if job.outcome.is_over else 0.0
+            self.kernel.after(delay_s, partial(self._prefixes.forget, job.foreseen))
 
     def _forget(self, request: InFlight) -> None:
         """It has ended: nobody keeps anything for it."""

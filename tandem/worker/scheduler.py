@@ -147,7 +147,7 @@ class BatchScheduler:
 
     def retire(self, sequence: Sequence) -> Seq[int]:
         """`remove` of a sequence whose KV is right: first all its full pages are added to the prefix cache."""
-        self._publish_all(sequence)
+        self.publish_computed(sequence)
         return self.remove(sequence)
 
     def _take_out(self, sequence: Sequence) -> list[Sequence] | None:
@@ -420,7 +420,7 @@ class BatchScheduler:
         return None
 
     def _preempt(self, batch: Batch, sequence: Sequence) -> None:
-        self._publish_all(sequence)
+        self.publish_computed(sequence)
         self._take_out(sequence)
         self.pool.release(sequence.pages)
         sequence.pages = page_table()
@@ -484,7 +484,8 @@ class BatchScheduler:
         self._publish_to(sequence, end)
         return max(0, end - begin - num_new)
 
-    def _publish_all(self, sequence: Sequence) -> None:
+    def publish_computed(self, sequence: Sequence) -> None:
+        """Add all its full pages to the prefix cache."""
         if self.prefix_cache:
             self._publish_to(sequence, sequence.num_computed // self.pool.page_size)
 

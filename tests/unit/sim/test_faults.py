@@ -43,7 +43,9 @@ def simulated(shape: WorldShape, arrivals: list[Arrival]) -> tuple[World, list[O
     for machine in world.machines.values():
         if not machine.is_dead:
             machine.pool.check()
-            assert machine.pool.counts().free == machine.pool.num_pages
+            counts = machine.pool.counts()
+            assert counts.free + counts.cached == machine.pool.num_pages
+            assert shape.prefix_cache or not counts.cached
             assert machine.is_empty
     return world, outcomes
 
@@ -116,9 +118,9 @@ deaths = st.lists(st.tuples(st.sampled_from(["prefill", "decode"]), st.floats(0.
 
 
 @settings(max_examples=60, deadline=None)
-@given(requests, deaths, st.integers(60, 120), st.booleans())
+@given(requests, deaths, st.integers(60, 120), st.booleans(), st.booleans())
 def test_whoever_dies_all_end_or_fail_and_nothing_is_left_behind(
-    asked: list[tuple[float, int, int]], when: list[tuple[str, float]], num_pages: int, mixes: bool
+    asked: list[tuple[float, int, int]], when: list[tuple[str, float]], num_pages: int, mixes: bool, keeps: bool
 ) -> None:
     """Also where pages are few. Each time the first of its role dies that was there at the beginning and lives."""
     numbers = {"prefill": iter(range(9)), "decode": iter(range(9))}
@@ -130,5 +132,7 @@ def test_whoever_dies_all_end_or_fail_and_nothing_is_left_behind(
         prefill=dataclasses.replace(shape.prefill, num_pages=num_pages),
         decode=PoolShape(6, num_pages, limits),
         mixed_pool_tokens=200 if mixes else 0,
+        prefix_cache=keeps,
     )
-    simulated(shape, [Arrival(number, *one) for number, one in enumerate(asked)])
+    blocks = [tuple(number % (2 + place) for place in range(30)) for number in range(len(asked))]
+    simulated(shape, [Arrival(number, *one, blocks[number], 32) for number, one in enumerate(asked)])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.core.pages import PagePool
+from tandem.core.pages import PagePool, page_table
 from tandem.core.sampling import SamplingParams
 from tandem.core.step_times import Fitted
 from tandem.core.token_ids import token_ids
@@ -24,11 +24,13 @@ LIMITS = SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=64, chunk_size=1
 
 @dataclass(frozen=True)
 class Load:
-    """Lengths of prompts and outputs, pages of the pool, and how many steps are taken first, to get anywhere."""
+    """Lengths of prompts and outputs, pages of the pool, how many steps are taken first, to get anywhere, and whether
+    prompts that begin like earlier ones find their pages."""
 
     requests: tuple[tuple[int, int], ...]
     num_pages: int
     num_before: int
+    keeps_prefixes: bool = False
 
 
 loads = st.builds(
@@ -36,24 +38,16 @@ loads = st.builds(
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 60)), min_size=1, max_size=6).map(tuple),
     st.integers(26, 120),
     st.integers(0, 90),
+    st.booleans(),
 )
 
 
 def begun(load: Load) -> BatchScheduler:
-    scheduler = BatchScheduler(PagePool(load.num_pages, PAGE), LIMITS, salt=b"", prefix_cache=False)
+    scheduler = BatchScheduler(PagePool(load.num_pages, PAGE), LIMITS, salt=b"", prefix_cache=load.keeps_prefixes)
+    scheduler.pool.note_changes()
     for number, (num_prompt, num_output) in enumerate(load.requests):
-        scheduler.add(
-            Sequence(
-                str(number),
-                1,
-                0,
-                0.0,
-                number,
-                token_ids([1] * num_prompt),
-                num_prompt,
-                SamplingParams(max_tokens=num_output),
-            )
-        )
+        prompt, params = token_ids([number % 3] * num_prompt), SamplingParams(max_tokens=num_output)
+        scheduler.add(Sequence(str(number), 1, 0, 0.0, number, prompt, num_prompt, params))
     for _ in range(load.num_before):
         step(scheduler)
     return scheduler
@@ -65,20 +59,28 @@ def step(scheduler: BatchScheduler) -> tuple[float, bool]:
     seconds = TIMES.seconds(terms_of(batch))
     happened = bool(batch.admitted or batch.preempted or batch.stalled or not batch.items)
     happened |= any(not item.sequence.is_decode for item in batch.items)
-    scheduler.apply(batch, [[TOKEN] for item in batch.items if item.samples])
+    scheduler.apply(batch, [[token_of(item.sequence)] for item in batch.items if item.samples])
     for item in batch.items:
         if item.samples and item.sequence.num_output >= item.sequence.params.max_tokens:
-            scheduler.pool.release(scheduler.remove(item.sequence))
+            scheduler.pool.release(scheduler.retire(item.sequence))
             happened = True
     return seconds, happened
+
+
+def token_of(sequence: Sequence) -> int:
+    """Answers differ."""
+    return TOKEN + sequence.arrival
 
 
 def state(scheduler: BatchScheduler) -> object:
     running = [(one.request_id, list(one.token_ids), one.num_computed, len(one.pages)) for one in scheduler.running]
     waiting = [(one.request_id, list(one.token_ids), one.num_preemptions) for one in scheduler.waiting]
     pages = [page for one in scheduler.running for page in one.pages]
-    assert len(set(pages)) == len(pages)
-    return running, waiting, scheduler.pool.counts()
+    assert scheduler.prefix_cache or len(set(pages)) == len(pages)
+    scheduler.pool.check()
+    change = scheduler.pool.take_changes()
+    held = (set(change.came), set(change.went)) if change is not None else None
+    return running, waiting, scheduler.pool.counts(), held
 
 
 @given(loads, st.integers(1, 70))
@@ -87,7 +89,7 @@ def test_steps_at_once_are_steps_one_by_one(load: Load, most: int) -> None:
     num = quiet_steps(at_once, most)
     assert 0 <= num <= most
     seconds = [of_one for of_one, _ in zip(quiet_times(at_once, TIMES), range(num), strict=False)]
-    advance(at_once, num, TOKEN)
+    advance(at_once, num, token_of)
     for expected in seconds:
         took, happened = step(one_by_one)
         assert abs(took - expected) < 1e-12
@@ -109,3 +111,18 @@ def test_no_quiet_step_is_missed(load: Load) -> None:
         return
     _, happened = step(scheduler)
     assert happened
+
+
+def test_pages_that_came_computed_enter_the_cache_in_planned_steps() -> None:
+    """Of many a part in each; so where the next step is quiet, all are there."""
+    num_pages = 600
+    scheduler = BatchScheduler(PagePool(num_pages + 9, PAGE), LIMITS, salt=b"")
+    prompt = list(range(num_pages * PAGE))
+    sequence = Sequence("0", 1, 0, 0.0, 0, [*prompt, TOKEN], len(prompt), SamplingParams(max_tokens=20))
+    sequence.pages, sequence.num_computed = page_table(scheduler.pool.allocate(num_pages) or ()), len(prompt)
+    scheduler.enter(sequence)
+    published = []
+    while not quiet_steps(scheduler, 9):
+        step(scheduler)
+        published.append(sequence.num_published)
+    assert published == [512, num_pages]

@@ -326,19 +326,32 @@ def test_worker_hours_count_from_the_order_to_the_end() -> None:
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.integers(0, 10_000), st.floats(1, 40), st.integers(60, 400), st.sampled_from((0.0, 0.004, 0.05)))
-def test_steps_taken_at_once_change_nothing(seed: int, rate: float, num_pages: int, report_s: float) -> None:
+@given(
+    st.integers(0, 10_000), st.floats(1, 40), st.integers(60, 400), st.sampled_from((0.0, 0.004, 0.05)), st.booleans()
+)
+def test_steps_taken_at_once_change_nothing(
+    seed: int, rate: float, num_pages: int, report_s: float, keeps_prefixes: bool
+) -> None:
     """Whether the simulation takes the steps of a decode worker one by one or several at a time."""
     pools = {
         "prefill": dataclasses.replace(SHAPE.prefill, num_pages=num_pages),
         "decode": PoolShape(2, num_pages, dataclasses.replace(LIMITS, computes_prompts=True)),
     }
     shape = dataclasses.replace(
-        SHAPE, **pools, report_s=report_s, mixed_pool_tokens=60, times=Fitted(STEP_S, TOKEN_S, 1e-4, 1e-6)
+        SHAPE,
+        **pools,
+        report_s=report_s,
+        mixed_pool_tokens=60,
+        times=Fitted(STEP_S, TOKEN_S, 1e-4, 1e-6),
+        prefix_cache=keeps_prefixes,
     )
     load = drawn(60, rate, Lengths(100, 0.8), Lengths(40, 1.0), seed)
     load = [
-        dataclasses.replace(one, num_input=min(500, one.num_input), num_output=min(400, one.num_output)) for one in load
+        dataclasses.replace(
+            one, num_input=min(500, one.num_input), num_output=min(400, one.num_output), block_ids=blocks, block_size=32
+        )
+        for one in load
+        for blocks in [tuple(one.number % (3 + place) for place in range(16))]
     ]
     found = []
     for at_once in (True, False):
@@ -349,6 +362,7 @@ def test_steps_taken_at_once_change_nothing(seed: int, rate: float, num_pages: i
     (several, works), (single, other_works) = found
     for one, other in zip(several, single, strict=True):
         assert (one.prefill, one.decode, one.num_tokens) == (other.prefill, other.decode, other.num_tokens)
+        assert one.num_cached == other.num_cached
         for name in ("first_token_s", "last_token_s", "longest_gap_s"):
             assert getattr(one, name) == pytest.approx(getattr(other, name), abs=1e-9)
     for (_, work), (_, other_work) in zip(works, other_works, strict=True):

@@ -725,10 +725,11 @@ class World:
             self.kernel.after(delay_s, partial(self._prefixes.forget, job.foreseen))
 
     def _forget(self, request: InFlight) -> None:
-        """It has ended: nobody keeps anything for it."""
+        """It has ended: behind all else prefill workers hear that they need not keep anything for it."""
         request.turn.end()
         for key in request.kept_at:
-            self._retained[key].drop(str(request.outcome.arrival.number))
+            drop = partial(self._retained[key].drop, str(request.outcome.arrival.number))
+            self.kernel.after(self.shape.message_s, partial(self.machines[key].between_steps, drop))
 
     # -- deaths
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tandem.core.errors import ConfigError
@@ -119,6 +119,13 @@ deaths = st.lists(st.tuples(st.sampled_from(["prefill", "decode"]), st.floats(0.
 
 @settings(max_examples=60, deadline=None)
 @given(requests, deaths, st.integers(60, 120), st.booleans(), st.booleans())
+@example(  # one fails while prefill computes its last chunk
+    [(0.49, 697, 16), (0.106, 418, 34), (0.803, 264, 39)],
+    [("prefill", 0.061), ("prefill", 0.381), ("decode", 0.395), ("decode", 0.498)],
+    107,
+    True,
+    False,
+)
 def test_whoever_dies_all_end_or_fail_and_nothing_is_left_behind(
     asked: list[tuple[float, int, int]], when: list[tuple[str, float]], num_pages: int, mixes: bool, keeps: bool
 ) -> None:

@@ -76,7 +76,7 @@ def plots(content: Mapping[str, Any]) -> dict[Path, str]:
 def _panels(study: Study, points: Sequence[Mapping[str, Any]]) -> list[Panel]:
     found = by_labels(points)
     if study.over_time:
-        return [Panel(TITLES[name], "seconds", _over_time(study, found, name)) for name in study.panels]
+        return [Panel(TITLES[name], "seconds", _over_time(study, found, name), is_linear=True) for name in study.panels]
     labels = [value.label for value in study.values]
     return [
         Panel(TITLES[name], study.setting, _over_values(study, found, name), labels, is_linear=name.endswith("_share"))

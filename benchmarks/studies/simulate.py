@@ -27,7 +27,7 @@ class Sample:
 
     Attributes:
         tokens_per_s: that decode workers generated since the sample before.
-        num_waiting: requests that have no token yet.
+        num_under_way: requests that have come, and not ended.
         num_running: sequences in the batches of decode workers that live.
         taken_share: of their pages, whoever has them.
         held_share: of the slots in their pages: a token's KV is there.
@@ -35,7 +35,7 @@ class Sample:
 
     at_s: float
     tokens_per_s: float
-    num_waiting: int
+    num_under_way: int
     num_running: int
     taken_share: float
     held_share: float
@@ -116,7 +116,7 @@ class _Sampler:
             Sample(
                 at_s=world.kernel.now_s,
                 tokens_per_s=(num_tokens - self._num_tokens) / SAMPLE_S,
-                num_waiting=0,
+                num_under_way=0,
                 num_running=sum(running),
                 taken_share=fmean([_taken_share(machine) for machine in machines] or [0.0]),
                 held_share=fmean([_held_share(machine) for machine in machines] or [0.0]),
@@ -162,9 +162,9 @@ def _figures(world: World, outcomes: Sequence[Outcome], samples: Sequence[Sample
         held_share=fmean(one.held_share for one in samples),
         num_running=fmean(one.num_running for one in samples),
         num_preemptions=sum(machine.work.num_preemptions for machine in world.machines.values()),
-        samples=tuple(replace(one, num_waiting=_num_waiting(outcomes, one.at_s)) for one in samples),
+        samples=tuple(replace(one, num_under_way=_num_under_way(outcomes, one.at_s)) for one in samples),
     )
 
 
-def _num_waiting(outcomes: Sequence[Outcome], at_s: float) -> int:
-    return sum(one.arrival.arrived_s <= at_s < one.first_token_s for one in outcomes)
+def _num_under_way(outcomes: Sequence[Outcome], at_s: float) -> int:
+    return sum(one.arrival.arrived_s <= at_s < one.last_token_s for one in outcomes)

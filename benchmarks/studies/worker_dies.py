@@ -36,7 +36,7 @@ STUDY = Study(
         Variant(DECODE),
     ],
     columns=("tokens_per_s", "ttft_p50_s", "ttft_p99_s", "tpot_p99_s", "gap_p99_s", "kept_share", "by_decode_share"),
-    panels=("tokens_per_s", "num_running"),
+    panels=("tokens_per_s", "num_under_way"),
     says=_says,
     over_time=True,
 )

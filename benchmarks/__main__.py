@@ -26,7 +26,7 @@ PAPER_SYSTEMS = ("splitwise", "tandem", "tandem-on-profile")
 
 
 #: Models that `predict` knows.
-PREDICT_MODELS = ("embedded", "82m")
+PREDICT_MODELS = ("embedded", "82m", "simulated")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -277,7 +277,7 @@ def _add_predict(commands: Any) -> None:
         "predict",
         "what simulations say of real clusters on this host, which they are fitted to; minutes",
         "python -m benchmarks predict --json docs/figures/predict.json\n"
-        "python -m benchmarks predict --only embedded --repetitions 1",
+        "python -m benchmarks predict --only simulated --repetitions 1 --plot predict.svg",
         _predict,
     )
     command.add_argument(
@@ -287,7 +287,10 @@ def _add_predict(commands: Any) -> None:
     command.add_argument(
         "--repetitions", type=whole(1), default=5, metavar="N", help="of each predicted load (default: 5)"
     )
-    command.add_argument("--json", type=Path, metavar="FILE", help="write everything there; other models stay")
+    _add_json(command, "write everything there; other models stay")
+    command.add_argument(
+        "--plot", type=Path, metavar="FILE.svg", help="draw there each run and its simulation over time"
+    )
 
 
 def _add_accuracy(commands: Any) -> None:
@@ -452,7 +455,7 @@ def _simulated(options: argparse.Namespace) -> int:
 def _predict(options: argparse.Namespace) -> int:
     from benchmarks.predict import command
 
-    command.run(options.json, options.only or PREDICT_MODELS, options.repetitions)
+    command.run(options.json, options.plot, options.only or PREDICT_MODELS, options.repetitions)
     return 0
 
 

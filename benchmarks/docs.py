@@ -63,8 +63,10 @@ from benchmarks.peers.origin import (
 from benchmarks.peers.turns import read
 from benchmarks.placement.section import FORMAT as PLACEMENT_FORMAT
 from benchmarks.placement.section import section as placement_section
+from benchmarks.predict.curves import plot as predict_plot
 from benchmarks.predict.section import COMMAND as PREDICT_COMMAND
 from benchmarks.predict.section import FORMAT as PREDICT_FORMAT
+from benchmarks.predict.section import PLOT as PREDICT_PLOT
 from benchmarks.predict.section import section as predict_section
 from benchmarks.scale.section import COMMAND as SCALE_COMMAND
 from benchmarks.scale.section import FORMAT as SCALE_FORMAT
@@ -478,12 +480,13 @@ def main() -> None:
     check = parser.parse_args().check
     source, short = ROOT / SOURCE, ROOT / SHORT_SOURCE
     try:
+        measured = {one.name: _read(ROOT / one.source, one.format, one.command) for one in SECTIONS}
         text = page(
             read(source) if source.exists() else None,
             of_short=read(short) if short.exists() else None,
             of_grid=[read(path) for path in sorted((ROOT / GRID_SOURCES).glob("*.json"))],
             of_conversations=_read(ROOT / CONVERSATIONS_SOURCE, CONVERSATIONS_FORMAT, CONVERSATIONS_COMMAND),
-            **{one.name: _read(ROOT / one.source, one.format, one.command) for one in SECTIONS},
+            **measured,
         )
         of_law = read_format(ROOT / LAW_SOURCE, LAW_FORMAT, LAW_COMMAND)
         of_studies = read_format(ROOT / STUDIES_SOURCE, STUDIES_FORMAT, STUDIES_COMMAND)
@@ -495,6 +498,7 @@ def main() -> None:
         LAW_PLOT: law_plot(of_law),
         STUDIES_TARGET: studies_page(of_studies, STUDIES_SOURCE),
         **studies_plots(of_studies),
+        **({PREDICT_PLOT: predict_plot(measured["of_predict"])} if measured["of_predict"] is not None else {}),
     }
     for target, wanted in pages.items():
         path = ROOT / target

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json as json_format
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from rich.console import Console
 
 from benchmarks.origin import origin
 from benchmarks.peers.models import MODEL_OPTIONS, made_model
+from benchmarks.predict.curves import plot as drawn
+from benchmarks.predict.known import known_case
 from benchmarks.predict.loads import calibration, predicted
 from benchmarks.predict.measure import Case, measure
 from benchmarks.predict.real import ClusterSpec
@@ -27,8 +30,9 @@ _LONGEST = 1000
 _KV_BYTES = {"embedded": 64 << 20, "82m": 512 << 20}
 
 
-def run(json: Path | None, models: Sequence[str], num_repetitions: int) -> None:
-    """Print the section, and write everything to `json`, where models that were measured before stay.
+def run(json: Path | None, plot: Path | None, models: Sequence[str], num_repetitions: int) -> None:
+    """Print the section, write everything to `json`, where models that were measured before stay, and draw all that is
+    there in `plot`.
 
     Raises:
         ConfigError: it cannot be written, or is no such file.
@@ -36,14 +40,17 @@ def run(json: Path | None, models: Sequence[str], num_repetitions: int) -> None:
     """
     err = Console(stderr=True)
     held = json_file.read_format(json, FORMAT, COMMAND)["models"] if json is not None and json.exists() else {}
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, tempfile.TemporaryDirectory() as directory:
         for name in models:
-            found = runner.run(measure(case(name, err), num_repetitions, lambda text: err.print(text, highlight=False)))
+            of_model = known_case(Path(directory)) if name == "simulated" else case(name, err)
+            found = runner.run(measure(of_model, num_repetitions, lambda text: err.print(text, highlight=False)))
             held[name] = {**origin(), **found}
     content: dict[str, Any] = {"format": FORMAT, "models": held}
     Console(soft_wrap=True).print("\n".join(section(content)).strip(), highlight=False, markup=False)
     if json is not None:
         json_file.write(json, content)
+    if plot is not None:
+        plot.write_text(drawn(content))
 
 
 def case(name: str, console: Console) -> Case:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.predict.curves import Span, curves
 from benchmarks.predict.loads import Load
 from benchmarks.predict.real import ClusterSpec, Run, running, steps_of
-from benchmarks.predict.simulated import GOALS, Figures, is_met, off, simulated
+from benchmarks.predict.simulated import GOALS, Figures, figures_of, is_met, off, outcomes
 from tandem.core.config_tree import build
 from tandem.sim.calibrate import Fit, Step, fit_shared, spec_of, vars_of
 from tandem.sim.scenario import Scenario
@@ -99,9 +100,10 @@ def network(alone: Run, steps: Sequence[Step]) -> tuple[float, float]:
 
 
 def compared(shape: WorldShape, runs: Sequence[Run]) -> dict[str, Any]:
-    """What is said of a load, and what its runs have shown."""
+    """What is said of a load, and what its runs have shown; over time, the first of them."""
     first = runs[0]
-    said, shown = simulated(shape, first.load, first.records), [run.figures for run in runs]
+    found, shown = outcomes(shape, first.load, first.records), [run.figures for run in runs]
+    said = figures_of(found)
     return {
         "load": first.load.name,
         "num_requests": len(first.records),
@@ -109,6 +111,7 @@ def compared(shape: WorldShape, runs: Sequence[Run]) -> dict[str, Any]:
         "said": said.as_json(),
         "measured": [figures.as_json() for figures in shown],
         "figures": {name: judged(name, said, shown) for name in GOALS},
+        "curves": curves(list(map(Span.of_outcome, found)), list(map(Span.of_record, first.records))),
     }
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from benchmarks.predict.simulated import GOALS
 from benchmarks.text import wrapped
 
-FORMAT = "tandem-predict/1"
+FORMAT = "tandem-predict/2"
 COMMAND = "`python -m benchmarks predict`"
+PLOT = Path("docs/figures/predict.svg")
 
 _TITLES = {
     "output_tokens_per_s": "tokens/s", "e2e_s": "mean E2E", "tpot_s": "mean TPOT", "ttft_p50_s": "TTFT p50",
@@ -30,6 +32,10 @@ def section(content: dict[str, Any]) -> Iterator[str]:
         "open ones with the times at which requests were sent. A cell is how far off the simulation was of the mean "
         f"of the runs. Goals: {goals}, or as far off as one of the runs is, where that is more; what misses is bold."
     )
+    yield ""
+    yield from wrapped(
+        f"![Output tokens so far, and requests under way, of each load that was only asked about](figures/{PLOT.name})"
+    )
     for name, model in content["models"].items():
         yield from _model(name, model)
 
@@ -40,19 +46,23 @@ def _model(name: str, model: dict[str, Any]) -> Iterator[str]:
     speeds = ", ".join(f"{speed:.2f}" for speed in model["scenario"]["cores"]["speeds"])
     fit = model["fit"]
     yield ""
+    known = "Simulated engines, whose steps take known times"
+    fitted = known if fit is None else (
+        f"Half of {fit['num']:,} steps are within {fit['median_off']:.1%} of the fit, nine of ten within "
+        f"{fit['p90_off']:.1%}; a step's speed while 1, 2, … workers compute is {speeds}"
+    )  # fmt: skip
     yield from wrapped(
         f"{num}P{num}D, model {name}, {machine['cpu']}, {machine['num_cores']} cores, {model['date'][:10]}, sources "
-        f"{model['code']['digest']}. Half of {fit['num']:,} steps are within {fit['median_off']:.1%} of the fit, nine "
-        f"of ten within {fit['p90_off']:.1%}; a step's speed while 1, 2, … workers compute is {speeds}. Met: {num_met} "
-        f"of {len(loads) * len(GOALS)} figures."
+        f"{model['code']['digest']}. {fitted}. Met: {num_met} of {len(loads) * len(GOALS)} figures."
     )
     yield ""
     yield f"| load | runs | {' | '.join(_TITLES.values())} |"
     yield "|---|---|" + "---|" * len(_TITLES)
+    num_fitted = 2 if fit is not None else 1  # where steps are known, what is beside them is
     for kind in ("calibration", "loads"):
-        for load in model[kind]:
+        for number, load in enumerate(model[kind]):
             cells = (_cell(load["figures"][name]) for name in GOALS)
-            suffix = ", fitted to" if kind == "calibration" else ""
+            suffix = ", fitted to" if kind == "calibration" and number < num_fitted else ""
             yield f"| {load['load']}{suffix} | {len(load['measured'])} | {' | '.join(cells)} |"
 
 

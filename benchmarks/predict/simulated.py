@@ -42,13 +42,9 @@ def measured(summary: Summary) -> Figures:
     return _figures(summary.output_tokens_per_s, summary.e2e_s, summary.tpot_s, summary.ttft_s)
 
 
-def simulated(shape: WorldShape, load: Load, records: Sequence[RequestRecord]) -> Figures:
-    """As many clients ask the same in the same order; or requests come when they were sent."""
-    return figures_of(outcomes(shape, load, records))
-
-
 def outcomes(shape: WorldShape, load: Load, records: Sequence[RequestRecord]) -> list[Outcome]:
-    """Of the requests that were recorded."""
+    """Of the requests that were recorded: as many clients ask the same in the same order, or they come when they were
+    sent."""
     lengths = [(record.num_input or record.num_input_asked or 0, record.num_output) for record in records]
     if load.num_clients:
         return closed_of(shape, lengths, load.num_clients)

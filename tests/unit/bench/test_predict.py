@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import xml.etree.ElementTree as ET
 
 import pytest
 
+from benchmarks.predict.curves import MEASURED, SAID, Span, curves, plot
 from benchmarks.predict.loads import Load, calibration, predicted
 from benchmarks.predict.simulated import GOALS, Figures, figures_of, is_met, off, outcomes
 from tandem.bench.load.records import RequestRecord
@@ -58,3 +60,23 @@ def test_loads_differ_and_those_that_are_asked_about_are_not_fitted_to() -> None
         assert max(max(entry.num_input, entry.num_output) for entry in entries) <= 1000
     bursts = loads[-1].entries(1, 1000)
     assert [entry.arrival_s for entry in bursts[6:10]] == [0.0, 0.0, loads[-1].every_s, loads[-1].every_s]
+
+
+def test_a_run_and_its_simulation_are_drawn_at_the_same_moments() -> None:
+    real = RequestRecord(0, 10, 5, 1.0, 9.0, event_s=(2.0, 3.0, 9.0), num_output=5)
+    (outcome,) = outcomes(build(Scenario, SCENARIO).shape(), Load("open", 1, Lengths(10), Lengths(5), rate=1.0), [real])
+    said, measured = Span.of_outcome(outcome), Span.of_record(real)
+    assert measured == Span(1.0, 2.0, 9.0, 5)
+    assert (said.sent_s, said.num_tokens) == (1.0, 5)
+    found = curves([said], [measured])
+    assert found["at_s"][-1] == 9.0
+    assert found[MEASURED]["tokens"][-1] == found[SAID]["tokens"][-1] == 5
+    at = {name: found["at_s"].index(moment) for name, moment in (("before", 0.9), ("amid", 4.5))}
+    assert [found[MEASURED]["running"][at[name]] for name in ("before", "amid")] == [0, 1]
+    assert found[SAID]["running"][at["amid"]] == 0, "it took a tenth of a second"
+    assert found[MEASURED]["tokens"][at["amid"]] == pytest.approx(1 + 4 * 2.5 / 7, abs=0.06)
+    for who in (MEASURED, SAID):
+        assert found[who]["tokens"] == sorted(found[who]["tokens"])
+    text = plot({"models": {"m": {"loads": [{"load": "open", "curves": found}]}}})
+    lines = list(ET.fromstring(text).iter("{http://www.w3.org/2000/svg}polyline"))
+    assert len(lines) == 4

@@ -1,0 +1,42 @@
+"""A real cluster whose steps take known times, so that what is left to be wrong is all beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.predict.loads import Load
+from benchmarks.predict.measure import Case
+from benchmarks.predict.real import ClusterSpec
+from tandem.core.config import EMBEDDED_MODEL
+from tandem.core.model_path import resolve_model
+from tandem.sim.load import Lengths
+
+_TIMES = {"base_ms": 30.0, "token_us": 200.0, "row_us": 1000.0}
+_TOKENS = 20_000
+
+
+def known_case(directory: Path) -> Case:
+    """2P2D of simulated engines (docs/simulator.md); `directory` gets the file of their times."""
+    pools = {role: {"workers": 2, "tokens": _TOKENS} for role in ("prefill", "decode")}
+    settings = {"scheduling": {"max_queued_requests": 1000, "max_num_seqs": 8}}
+    lengths, outputs = Lengths(300, 0.8), Lengths(24, 0.6)
+    return Case(
+        "simulated",
+        ClusterSpec(resolve_model(EMBEDDED_MODEL), config=_simulated_engine(directory, settings)),
+        longest=1000,
+        alone=Load("alone", 6, Lengths(100), Lengths(8), num_clients=1),
+        many=Load("many", 60, lengths, outputs, num_clients=12),
+        predicted=(Load("burst", 40, lengths, outputs, burst=40, every_s=1.0),),
+        scenario={**pools, "tandem": settings},
+        times=_TIMES,
+    )
+
+
+def _simulated_engine(directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of workers that take these times."""
+    file = directory / "times.yaml"
+    fitted = ", ".join(f"{name}: {value}" for name, value in _TIMES.items())
+    pools = "".join(f"{role}: {{tokens: {_TOKENS}}}\n" for role in ("prefill", "decode"))
+    file.write_text(f"{pools}times: fitted\nfitted: {{{fitted}}}\n")
+    return {**settings, "model": {"engine": "simulated", "time_model": str(file)}}

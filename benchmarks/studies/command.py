@@ -12,12 +12,13 @@ from rich.console import Console
 from benchmarks.code import Code
 from benchmarks.studies.catalogue import STUDIES
 from benchmarks.studies.page import COMMAND, FORMAT, page
+from benchmarks.studies.study import Study
 from tandem.bench.machine import now
 from tandem.bench.report import json_file
 
 
-def run(json: Path | None, names: Sequence[str]) -> None:
-    """Print the page of these studies, and write each to `json`, where the others stay. No name: all of them.
+def run(json: Path | None, names: Sequence[str], studies: Sequence[Study] = STUDIES) -> None:
+    """Print the page of the studies with these names, and write each to `json`, where the others stay. No name: all.
 
     Raises `ConfigError` where it cannot be written, or is no such file.
     """
@@ -25,7 +26,7 @@ def run(json: Path | None, names: Sequence[str]) -> None:
     held = json_file.read_format(json, FORMAT, COMMAND)["studies"] if json is not None and json.exists() else {}
     content: dict[str, Any] = {"format": FORMAT, "date": now(), "code": Code.of().as_json(), "studies": {}}
     found = content["studies"]
-    for study in STUDIES:
+    for study in studies:
         if not names or study.name in names:
             began_s = time.process_time()
             found[study.name] = list(study.measure())

@@ -27,10 +27,11 @@ from benchmarks.studies import (
     worker_dies,
 )
 from benchmarks.studies.catalogue import STUDIES
+from benchmarks.studies.command import run
 from benchmarks.studies.page import FORMAT, page, plots
 from benchmarks.studies.schedulers import Runs, StaticScheduler, contiguous
 from benchmarks.studies.study import SCENARIOS, Found, Study, Value, by_labels, merged
-from tandem.bench.report.json_file import read_format
+from tandem.bench.report.json_file import read_format, write
 from tandem.core.pages import PagePool
 from tandem.core.sampling import SamplingParams
 from tandem.worker.batch import SchedulerLimits
@@ -261,6 +262,23 @@ def test_each_line_of_a_plot_has_a_point_for_each_value(content: dict[str, Any])
             assert {len(line.attrib["points"].split()) for line in lines} == {len(study.values)}
             titles = list(root.iter("{http://www.w3.org/2000/svg}title"))
             assert len(titles) == len(lines) * len(study.values)
+
+
+@pytest.mark.processes  # git tells the commit
+def test_a_study_that_is_simulated_again_leaves_the_others_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few_requests = {"load": {"requests": 30}}
+    small = replace(worker_dies.STUDY, values=[Value("20 s", few_requests)])
+    file = tmp_path / "studies.json"
+    write(file, {"format": FORMAT, "studies": {"link": ["as it was"], "worker_dies": ["older"]}})
+    run(file, ["worker_dies"], [small, replace(small, name="split")])
+    found = read_format(file, FORMAT, "studies")["studies"]
+    assert list(found) == ["link", "worker_dies"]
+    assert found["link"] == ["as it was"]
+    assert [point["num_requests"] for point in found["worker_dies"]] == [30] * 3
+    assert len(found["worker_dies"][0]["samples"]["tokens_per_s"]) > 5
+    assert "## A worker dies" in capsys.readouterr().out
 
 
 def test_an_axis_is_logarithmic_where_values_lie_far_apart() -> None:

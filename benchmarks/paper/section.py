@@ -66,7 +66,8 @@ def _introduction(content: dict[str, Any]) -> Iterator[str]:
         "requests for a prompt of median length, and a cluster without a split is colocated. *On its times* is Tandem "
         "with the times of Splitwise's profile, so that only policies differ. To simulate what ships takes longer, so "
         f"its loads are of {sizes['short_s']:g} s; what Splitwise's policies reach in these is beside it. Left out are "
-        "the paper's other model, llama2-70b, more seeds, and its times for code with Tandem."
+        "the paper's other model, llama2-70b, more seeds, and its times for code with Tandem; an empty cell was not "
+        "simulated."
     )
 
 

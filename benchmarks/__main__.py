@@ -64,10 +64,11 @@ def _add_kernels(commands: Any) -> None:
     command = add_command(
         commands,
         "kernels",
-        "measure the engine's kernels against what this machine's threads can do; no server; about a minute",
+        "measure the engine's kernels against what this machine's threads can do; no server; some minutes",
         "python -m benchmarks kernels\n"
         "python -m benchmarks kernels --threads 2 --json kernels.json\n"
-        "python -m benchmarks kernels --model ~/models/llama-1b --threads 1 4 8",
+        "python -m benchmarks kernels --model ~/models/llama-1b --threads 1 4 8\n"
+        "python -m benchmarks kernels --prompts --json kernels.json  # those alone, into what is there",
         _kernels,
     )
     command.add_argument(
@@ -83,6 +84,7 @@ def _add_kernels(commands: Any) -> None:
         metavar="N",
         help="numbers of threads, one after the other (default: 1 and all)",
     )
+    command.add_argument("--prompts", action="store_true", help="the attention of prompts alone, which needs no model")
     _add_json(command)
     command.add_argument("--no-progress", dest="progress", action="store_false", help="do not tell what is measured")
 
@@ -370,7 +372,10 @@ def _add_json(command: argparse.ArgumentParser, what: str = "write everything th
 def _kernels(options: argparse.Namespace) -> int:
     from benchmarks.kernels import command
 
-    command.run(options.model, options.threads, options.json, progress=options.progress)
+    if options.prompts:
+        command.run_prompts(options.threads, options.json, progress=options.progress)
+    else:
+        command.run(options.model, options.threads, options.json, progress=options.progress)
     return 0
 
 

@@ -403,6 +403,32 @@ def _kernels_section(measured: dict[str, Any]) -> Iterator[str]:
         yield _row(found[0]["name"], [*cells, judged])
 
 
+    if prompts := measured.get(kernels_command.PROMPT_ATTENTION):
+        yield from _prompts_section(prompts)
+
+
+def _prompts_section(measured: dict[str, Any]) -> Iterator[str]:
+    """Attention of prompts, which may be measured at another time than the other kernels."""
+    runs, sizes, goal = measured["runs"], measured["sizes"], measured["goal"]
+    yield ""
+    yield f"Attention of a prompt's last {sizes['chunk']} tokens, {sizes['num_heads']} query heads to"
+    yield f"{sizes['num_kv_heads']} of K and V, in float32: of the fused multiply-adds that the same threads do in"
+    yield "registers, measured in turn with it; beside it torch's `scaled_dot_product_attention`. On"
+    yield f"{measured['date'][:10]}, {hardware_words(measured['machine'])}, at {code_words(measured['code'])}."
+    yield ""
+    if (most := max(run["other_load"] for run in runs)) > QUIET_CORES:
+        yield f"- **Warning**: others used up to {most:.2f} cores meanwhile. One thread's times are those it computed."
+        yield ""
+    yield _row("threads", ["head", "context", "limit, GFLOP/s", "Tandem", "torch", "goal"])
+    yield f"|---|{'---|' * 6}"
+    for run in runs:
+        limit = run["limit_flop_per_s"]
+        rates = [f"{run[name] / 1e9:,.0f}, {run[name] / limit:.0%}" for name in ("flop_per_s", "torch_flop_per_s")]
+        judged = f"≥ {goal:.0%}: {'reached' if run['share'] >= goal else '**missed**'}"
+        cells = [str(run["head_dim"]), f"{run['context']:,}", f"{limit / 1e9:,.0f}", *rates, judged]
+        yield _row(str(run["num_threads"]), cells)
+
+
 def _part_goal(figure: dict[str, Any]) -> str:
     goal = Goal(**figure["goal"])
     return f"{parts.shown_goal(goal, figure['unit'])}: {'reached' if figure['is_reached'] else '**missed**'}"

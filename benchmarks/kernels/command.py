@@ -16,6 +16,7 @@ from rich.table import Table
 
 from benchmarks.kernels.cases import Sizes, describe
 from benchmarks.kernels.measure import DEFAULT_MODEL, count_steps, measure, shape_of, thread_counts
+from benchmarks.kernels.prompt_attention import GOAL, PromptRun, PromptSizes, count_prompts, measure_prompts
 from benchmarks.kernels.roofline import Figure, Limits, ModelShape, Probe, Report
 from benchmarks.origin import origin
 from tandem.bench.machine import machine
@@ -23,6 +24,7 @@ from tandem.bench.report import json_file
 from tandem.engine.random_model import ModelSpec, save
 
 FORMAT = "tandem-kernels/1"
+PROMPT_ATTENTION = "prompt_attention"
 
 _FILE_WIDTH = 120  # of tables that go to no terminal
 
@@ -41,6 +43,7 @@ def run(
     *,
     progress: bool = True,
     sizes: Sizes | None = None,
+    prompt_sizes: PromptSizes | None = None,
     random_model: ModelSpec = DEFAULT_MODEL,
 ) -> None:
     """Measure, print the tables, and write them to `json`.
@@ -48,12 +51,14 @@ def run(
     Args:
         model: a checkpoint; without one, `random_model` is made for as long as this lasts.
         threads: numbers of threads, each measured by itself; without them, 1 and all.
+        prompt_sizes: of the attention of prompts.
 
     Raises what `shape_of`, `thread_counts` and `Engine.load` raise.
     """
-    sizes, counts = sizes or Sizes(), thread_counts(threads)
+    sizes, counts, prompt_sizes = sizes or Sizes(), thread_counts(threads), prompt_sizes or PromptSizes()
+    num_prompts = len(counts) * count_prompts(prompt_sizes)
     with (
-        _told(1 + len(counts) * count_steps(sizes), is_wanted=progress) as tell,
+        _told(1 + len(counts) * count_steps(sizes) + num_prompts, is_wanted=progress) as tell,
         tempfile.TemporaryDirectory(prefix="tandem-kernels-") as directory,
     ):
         tell("model")
@@ -63,10 +68,37 @@ def run(
         for num_threads in counts:
             tell_here = functools.partial(tell, threads_title(num_threads))
             reports.append(measure(model_dir, shape, num_threads, sizes, tell_here))
+        prompts = _measure_prompts(counts, prompt_sizes, tell)
     name = "random" if model is None else model.resolve().name
     _say(name, shape, reports)
+    _say_prompts(prompts)
     if json is not None:
-        json_file.write(json, document(name, shape, sizes, reports))
+        whole = document(name, shape, sizes, reports)
+        json_file.write(json, {**whole, PROMPT_ATTENTION: prompts_document(prompts, prompt_sizes)})
+
+
+def run_prompts(
+    threads: list[int] | None, json: Path | None, *, progress: bool = True, sizes: PromptSizes | None = None
+) -> None:
+    """Measure the attention of prompts alone, print its table, and put it into the file of kernels at `json`.
+
+    Raises what `thread_counts` and `read_format` raise.
+    """
+    sizes, counts = sizes or PromptSizes(), thread_counts(threads)
+    before = None if json is None else json_file.read_format(json, FORMAT, "kernels", key="--json")
+    with _told(len(counts) * count_prompts(sizes), is_wanted=progress) as tell:
+        prompts = _measure_prompts(counts, sizes, tell)
+    _say_prompts(prompts)
+    if json is not None and before is not None:
+        json_file.write(json, {**before, PROMPT_ATTENTION: prompts_document(prompts, sizes)})
+
+
+def _measure_prompts(counts: Sequence[int], sizes: PromptSizes, tell: Callable[..., None]) -> list[PromptRun]:
+    return [
+        measured
+        for num_threads in counts
+        for measured in measure_prompts(num_threads, sizes, functools.partial(tell, threads_title(num_threads)))
+    ]
 
 
 def _say(name: str, shape: ModelShape, reports: Sequence[Report]) -> None:
@@ -86,6 +118,14 @@ def _say(name: str, shape: ModelShape, reports: Sequence[Report]) -> None:
     console.print()
     for note in (*_NOTES, describe(shape), *remarks(reports)):
         console.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _say_prompts(prompts: Sequence[PromptRun]) -> None:
+    console = Console()
+    console.print()
+    console.print(prompt_table(prompts))
+    if (most := max(found.other_load for found in prompts)) > _MOST_OTHER_LOAD:
+        console.print(f"note: others used up to {most:.1f} cores meanwhile", highlight=False, markup=False)
 
 
 def remarks(reports: Sequence[Report]) -> Iterator[str]:
@@ -168,6 +208,27 @@ def kernel_table(report: Report) -> Table:
     return table
 
 
+def prompt_table(prompts: Sequence[PromptRun]) -> Table:
+    """Attention of prompts, in the order of measuring."""
+    columns = ("threads", "head", "context", "limit", "achieved", "share", "torch", "share", "goal")
+    table = Table(*columns, title="attention of a prompt, GFLOP/s", box=None)
+    for column in table.columns:
+        column.justify, column.no_wrap = "right", True
+    for found in prompts:
+        table.add_row(
+            str(found.num_threads),
+            str(found.head_dim),
+            f"{found.context:,}",
+            f"{found.limit_flop_per_s / 1e9:,.1f}",
+            f"{found.flop_per_s / 1e9:,.1f}",
+            f"{found.share:.0%}",
+            f"{found.torch_flop_per_s / 1e9:,.1f}",
+            f"{found.torch_flop_per_s / found.limit_flop_per_s:.0%}",
+            f"≥ {GOAL:.0%}",
+        )
+    return table
+
+
 def threads_title(number: int) -> str:
     """As a title."""
     return f"{number} thread{'s' if number > 1 else ''}"
@@ -193,6 +254,12 @@ def document(model: str, shape: ModelShape, sizes: Sizes, reports: Sequence[Repo
         "sizes": dataclasses.asdict(sizes),
         "reports": [_plain_report(report) for report in reports],
     }
+
+
+def prompts_document(prompts: Sequence[PromptRun], sizes: PromptSizes) -> dict[str, Any]:
+    """The part of the attention of prompts, which may be measured at another time."""
+    runs = [{**dataclasses.asdict(found), "share": found.share} for found in prompts]
+    return {**origin(), "sizes": dataclasses.asdict(sizes), "goal": GOAL, "runs": runs}
 
 
 def _plain_report(report: Report) -> dict[str, Any]:

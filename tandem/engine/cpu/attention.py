@@ -52,7 +52,8 @@ class CPUAttention:
         """`attend` by address, for `run` with `num_threads`."""
         if not batch.plan:
             spans = ((s.index, s.row, s.num_rows, s.start) for s in batch.sequences)
-            batch.plan = self.plan(Reads(batch.block_tables, row_blocks(spans)))
+            group = num_heads // arena.layout.num_kv_heads
+            batch.plan = self.plan(Reads(batch.block_tables, row_blocks(spans, group)))
         reads = batch.plan["reads"]
         pages = arena.layer(layer).data_ptr()
         return attend_call(reads, arena.layout, pages, params, num_heads, query, output, num_threads)

@@ -235,6 +235,18 @@ class Vectors:
         first = builder.insert_element(unset, number, ir.Constant(_INDEX, 0))
         return builder.shuffle_vector(first, unset, self.integers(0))
 
+    def load_integers(self, builder: Any, address: Any) -> Any:
+        """As many integers of 32 bits as there are lanes."""
+        loaded = builder.load(builder.inttoptr(address, self._integers.as_pointer()))
+        loaded.align = FLOAT_BYTES
+        return loaded
+
+    def spread_integer(self, builder: Any, number: Any) -> Any:
+        """The low 32 bits of a word, in all lanes."""
+        unset = ir.Constant(self._integers, ir.Undefined)
+        first = builder.insert_element(unset, builder.trunc(number, _INDEX), ir.Constant(_INDEX, 0))
+        return builder.shuffle_vector(first, unset, self.integers(0))
+
     def fma(self, builder: Any, a: Any, b: Any, c: Any) -> Any:
         """`a * b + c`, rounded once."""
         function = ir.FunctionType(self.type, [self.type] * 3)

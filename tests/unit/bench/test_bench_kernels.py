@@ -26,6 +26,7 @@ from benchmarks.kernels import command as kernels_command
 from benchmarks.kernels import roofline as cost
 from benchmarks.kernels.cases import Sizes, scattered_pages
 from benchmarks.kernels.measure import DEFAULT_MODEL, shape_of, thread_counts
+from benchmarks.kernels.prompt_attention import PromptRun, PromptSizes, attention_flop
 from benchmarks.kernels.roofline import Figure, Limits, ModelShape, Probe, Report, Work
 from benchmarks.timing import Timing, timed
 from tandem.bench.other_load import OtherLoad
@@ -41,6 +42,10 @@ TINY = ModelSpec(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48, voca
 TINY_SIZES = Sizes(
     decode_batches=(1, 2), decode_context=40, prompt=48, attention_batch=2, attention_context=33, linear_rows=(1, 5),
     matrix_size=32, cold_bytes=1 << 16, budget_s=0.001, probe_budget_s=0.001,
+)  # fmt: skip
+
+TINY_PROMPTS = PromptSizes(
+    head_dims=(8, 24), contexts=(40, 100), chunk=33, num_heads=4, num_kv_heads=2, rounds=1, limit_steps=100
 )  # fmt: skip
 
 # Two libraries for products, two for reading; the best: 100 GFLOP/s and 20 GB/s.
@@ -87,6 +92,11 @@ def test_the_other_kernels_are_counted() -> None:
     assert cost.linear(8, 768, 2048) == Work(4 * (768 * 2048 + 8 * 768), 25_165_824)
     assert cost.greedy_sampling(8, 8192) == Work(262_144, 0)
     assert cost.digest(65_536) == Work(65_536, 0)
+
+
+def test_each_token_of_a_chunk_is_counted_with_what_it_sees() -> None:
+    # The last three of five tokens see 3 + 4 + 5 of them: a score and a weighted value each, two operations a number.
+    assert attention_flop(4, 64, chunk=3, context=5) == 12 * 4 * 64 * 4
 
 
 def test_the_limit_is_the_longer_of_reading_and_computing() -> None:
@@ -170,6 +180,11 @@ def test_a_machine_that_was_not_quiet_is_remarked() -> None:
     assert not list(kernels_command.remarks([replace(SAMPLE, other_load=0.05)]))
 
 
+def test_the_table_of_prompts_gives_shares_of_the_limit() -> None:
+    table = kernels_command.prompt_table([PromptRun(2, 96, 8_192, 2e11, 1.5e11, 9e10, 0.0)])
+    assert cells(table, "2") == ["96", "8,192", "200.0", "150.0", "75%", "90.0", "45%", "≥ 70%"]
+
+
 @pytest.fixture
 def on_one_core() -> Iterator[None]:
     """This thread, and what it starts, share a core: what one of them uses the others do not."""
@@ -208,7 +223,7 @@ def test_load_of_others_is_told_from_ones_own() -> None:
 @pytest.mark.processes
 def test_a_small_run_gives_finite_figures(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "kernels.json"
-    kernels_command.run(None, [1], path, sizes=TINY_SIZES, random_model=TINY)
+    kernels_command.run(None, [1], path, sizes=TINY_SIZES, prompt_sizes=TINY_PROMPTS, random_model=TINY)
     content = json.loads(path.read_text())
     (report,) = content["reports"]
     assert content["model"]["layer_weights"] == 2 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48)
@@ -226,7 +241,17 @@ def test_a_small_run_gives_finite_figures(tmp_path: Path, capfd: pytest.CaptureF
     said = capfd.readouterr()
     assert "1 thread: kernels" in said.out
     # Each step was told, the last one as the last.
-    assert [line.split()[0] for line in said.err.splitlines()] == [f"{n}/12" for n in range(1, 13)]
+    assert [line.split()[0] for line in said.err.splitlines()] == [f"{n}/16" for n in range(1, 17)]
+    prompts = content["prompt_attention"]["runs"]
+    assert [(found["head_dim"], found["context"]) for found in prompts] == [(8, 40), (8, 100), (24, 40), (24, 100)]
+    rates = [found[name] for found in prompts for name in ("limit_flop_per_s", "flop_per_s", "torch_flop_per_s")]
+    assert all(math.isfinite(rate) and rate > 0 for rate in rates)
+    # Those of prompts alone are put into what is there.
+    path.write_text(json.dumps({**content, "prompt_attention": None}))
+    kernels_command.run_prompts([1], path, progress=False, sizes=TINY_PROMPTS)
+    again = json.loads(path.read_text())
+    assert again["reports"] == content["reports"]
+    assert len(again["prompt_attention"]["runs"]) == 4
 
 
 def test_kv_pages_are_too_many_for_a_cache_and_none_is_untouched() -> None:

@@ -321,3 +321,16 @@ def test_the_page_shows_kernels_beside_the_limits_of_their_threads() -> None:
     page = docs.page(None, of_kernels=of_kernels(0.9, 0.59))
     assert "| 12.50 ms, 90% | 12.50 ms, 59% | ≥ 60%: **missed** |" in page  # on any number of threads
     assert "others used 0.40 cores" in docs.page(None, of_kernels=of_kernels(0.9, other_load=0.4))
+
+
+def test_the_page_shows_attention_of_prompts_where_it_was_measured() -> None:
+    kernels = of_kernels(0.9)
+    run = {"num_threads": 2, "context": 8_192, "limit_flop_per_s": 200e9, "torch_flop_per_s": 90e9, "other_load": 0.4}
+    rates = {64: 150e9, 96: 100e9}
+    runs = [{**run, "head_dim": dim, "flop_per_s": rate, "share": rate / 200e9} for dim, rate in rates.items()]
+    sizes = {"chunk": 512, "num_heads": 4, "num_kv_heads": 2}
+    kernels["prompt_attention"] = {**kernels, "runs": runs, "sizes": sizes, "goal": 0.7}
+    page = docs.page(None, of_kernels=kernels)
+    assert "| 2 | 64 | 8,192 | 200 | 150, 75% | 90, 45% | ≥ 70%: reached |" in page
+    assert "| 2 | 96 | 8,192 | 200 | 100, 50% | 90, 45% | ≥ 70%: **missed** |" in page
+    assert "others used up to 0.40 cores" in page

@@ -178,6 +178,24 @@ def test_rows_do_not_depend_on_how_a_chunk_is_cut(shape: tuple[int, int, int, in
             assert torch.equal(CPUAttention(num_threads=2).attend(cut, arena, 0, query, params), whole), lengths
 
 
+@pytest.mark.parametrize("num_rows", [1, 64])
+def test_a_row_meets_nothing_of_what_only_others_of_its_chunk_see(num_rows: int) -> None:
+    layout, window, spoilt = KVLayout(1, 2, 16, 16, "float32"), 9, 20
+    arena, batch = ragged(layout, [(0, 64)], seed=3)
+    table = batch.block_tables[0].tolist()
+    pieces = [SequenceInput([0] * num_rows, start, table, 0) for start in range(0, 64, num_rows)]
+    cut = build_batch(pieces, layout.page_size, torch.device("cpu"))
+    query = torch.randn(64, 6, 16, generator=torch.Generator().manual_seed(0))
+    params = AttentionParams(scaling=0.3, window=window)
+    clean = CPUAttention(num_threads=1).attend(cut, arena, 0, query, params)
+    arena.tensor[0, table[spoilt // 16], :, spoilt % 16] = torch.nan
+    found = CPUAttention(num_threads=1).attend(cut, arena, 0, query, params)
+    see_it = slice(spoilt, spoilt + window)
+    assert bool(found[see_it].isnan().all())
+    assert torch.equal(found[:spoilt], clean[:spoilt])
+    assert torch.equal(found[see_it.stop :], clean[see_it.stop :])
+
+
 class _Module(torch.nn.Module):
     layer_idx = 0
 

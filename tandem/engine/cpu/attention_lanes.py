@@ -1,0 +1,414 @@
+"""Attention of many queries at once on the CPU: each query has a lane of a vector, and a page serves them all.
+
+The queries of a KV head, those of all rows and of all heads that share it, are cut into slices that fill a vector.
+Queries and sums of a slice lie transposed, number by number, so that a number of a key or of a value is multiplied with
+all lanes, and softmax needs no sums across lanes. Pages are unpacked to float32 first, once for all slices.
+
+A lane's result is the same bits as that of a row alone (`attention_kernel`). There a score is the sum of the partial
+sums in the lanes of a vector, halves by halves; here these are made one after the other, and added in that order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from tandem.engine.cpu import vector_ir as vir
+from tandem.engine.cpu.atomics import float32s
+from tandem.engine.cpu.vector_ir import BFLOAT16, FLOAT32, INT8, KV_ITEM_BYTES, SCALE_BYTES
+from tandem.engine.huge_pages import FLOAT_BYTES, LINE_BYTES
+
+_IS_WIDE = vir.has_wide_vectors()
+VEC = vir.Vectors(16 if _IS_WIDE else 8)
+#: What the length of a head must be a multiple of: half a vector of sixteen may be left beyond whole ones.
+HEAD_UNIT = 8
+HALF = vir.Vectors(HEAD_UNIT) if VEC.lanes > HEAD_UNIT else None
+# Numba takes these for constants.
+_LANES, _VECTOR_BYTES = VEC.lanes, VEC.num_bytes
+#: Keys whose scores are made together: their sums, two for each, and what these are made of just have registers.
+_TILE_KEYS = 8 if _IS_WIDE else 4
+#: Numbers of a head whose sums are made together.
+_TILE_NUMBERS = 8
+#: Queries of a KV head that share unpacked pages, about.
+BLOCK_LANES = 128
+
+
+def kv_loader(vec: vir.Vectors, kind: int) -> Callable[[Any, Any], Any]:
+    """Makes float32 of the numbers of pages at an address, in a register."""
+    if kind == BFLOAT16:
+        return lambda builder, address: vec.load_bfloat16(builder, address, alignment=vir.SHORT_BYTES)
+    if kind == INT8:
+        return lambda builder, address: vec.load_int8(builder, address, alignment=1)
+    return vec.load
+
+
+def weight_of(builder: Any, difference: Any) -> Any:
+    """`exp(difference)`, of numbers of at most zero; nothing where it would be less than the least normal number."""
+    is_nothing = builder.fcmp_ordered("<", difference, VEC.constant(-87.3))
+    return builder.select(is_nothing, VEC.constant(0.0), VEC.exponential(builder, difference))
+
+
+def _unpack(kind: int) -> Any:
+    """Numbers of some slots of a head become float32 without gaps.
+
+    Arguments: source, its stride, slots, numbers of each, destination, how far on to prefetch.
+    """
+    item_bytes = KV_ITEM_BYTES[kind]
+
+    def emit(
+        builder: Any, source: Any, stride: Any, slots: Any, numbers: Any, destination: Any, ahead: Any
+    ) -> None:  # fmt: skip
+        whole = builder.udiv(numbers, numbers.type(_LANES))
+        rest_at = builder.mul(whole, whole.type(_LANES))
+        has_rest = builder.icmp_unsigned("<", rest_at, numbers)
+        part_bytes = _LANES * item_bytes
+        with cgutils.for_range(builder, slots) as loop:
+            start = vir.advance(builder, source, stride, loop.index)
+            to = vir.advance(builder, destination, builder.mul(numbers, numbers.type(FLOAT_BYTES)), loop.index)
+            with cgutils.for_range(builder, whole) as part:
+                place = vir.advance(builder, start, part.index.type(part_bytes), part.index)
+                vir.prefetch(builder, builder.add(place, ahead))
+                loaded = kv_loader(VEC, kind)(builder, place)
+                VEC.store(builder, loaded, vir.advance(builder, to, part.index.type(_VECTOR_BYTES), part.index))
+            if HALF is not None:
+                with builder.if_then(has_rest, likely=False):
+                    place = vir.advance(builder, start, rest_at.type(item_bytes), rest_at)
+                    loaded = kv_loader(HALF, kind)(builder, place)
+                    HALF.store(builder, loaded, vir.advance(builder, to, rest_at.type(FLOAT_BYTES), rest_at))
+
+    return vir.kernel(6, 0, types.void, emit)
+
+
+# Each number of the queries of a slice, the sums of each number, the scores or weights of each slot are a row: a vector
+# that has a number for each lane.
+
+
+def _row(builder: Any, rows: Any, index: Any) -> Any:
+    """Address of a row."""
+    return vir.advance(builder, rows, rows.type(_VECTOR_BYTES), index)
+
+
+def _multiply(builder: Any, row: Any, factors: Any) -> None:
+    """In place."""
+    VEC.store(builder, builder.fmul(VEC.load(builder, row), factors), row)
+
+
+class _Bounds:
+    """Which lanes see a slot: those that begin at or before it, for so many."""
+
+    def __init__(self, builder: Any, lows: Any, lengths: Any) -> None:
+        self._lows, self._lengths = (VEC.load_integers(builder, row) for row in (lows, lengths))
+
+    def seen(self, builder: Any, slot: Any) -> Any:
+        since = builder.sub(VEC.spread_integer(builder, slot), self._lows)
+        return builder.icmp_unsigned("<", since, self._lengths)
+
+
+def _emit_scores(
+    builder: Any, query: Any, numbers: Any, keys: Any, first: Any, end: Any, scores: Any, scale: Any
+) -> None:  # fmt: skip
+    """Scores of a slice with the keys `[first, end)` and up to `_TILE_KEYS - 1` more; tiles begin at `first`.
+
+    The partial sums of a vector's lanes are made two and two, those that are added to each other first.
+    Arguments: queries, numbers of one, keys, first, end, scores; then the scale.
+    """
+    half = _LANES // 2
+    pair_bytes = _TILE_KEYS * _VECTOR_BYTES
+    pair_sums = builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(VEC.type, half * _TILE_KEYS)), first.type)
+    key_bytes = builder.mul(numbers, numbers.type(FLOAT_BYTES))
+    whole = builder.udiv(numbers, numbers.type(_LANES))
+    has_rest = builder.icmp_unsigned("!=", builder.urem(numbers, numbers.type(_LANES)), numbers.type(0))
+    numbers_each = builder.udiv(numbers, numbers.type(half))
+    factor = VEC.spread(builder, scale)
+    with cgutils.for_range_slice(builder, first, end, first.type(_TILE_KEYS)) as (slot, _):
+        start = vir.advance(builder, keys, key_bytes, slot)
+        with cgutils.for_range(builder, first.type(half)) as pair:
+            sums = [
+                [cgutils.alloca_once_value(builder, VEC.constant(0.0)) for _ in range(_TILE_KEYS)] for _ in range(2)
+            ]
+            own = _row(builder, query, builder.mul(numbers_each, pair.index))
+            along = vir.advance(builder, start, first.type(FLOAT_BYTES), pair.index)
+
+            def add(which: int, step: Any, own: Any = own, along: Any = along, sums: Any = sums) -> None:
+                row = _row(builder, own, builder.add(builder.mul(step, step.type(2)), step.type(which)))
+                part = VEC.load(builder, row)
+                place = vir.advance(builder, along, step.type(_VECTOR_BYTES), step)
+                place = vir.offset(builder, place, which * half * FLOAT_BYTES)
+                for key, total in enumerate(sums[which]):
+                    number = vir.load_real(builder, vir.advance(builder, place, key_bytes, key))
+                    builder.store(VEC.fma(builder, part, VEC.spread(builder, number), builder.load(total)), total)
+
+            with cgutils.for_range(builder, whole) as loop:
+                add(0, loop.index)
+                add(1, loop.index)
+            with builder.if_then(has_rest, likely=False):
+                add(0, whole)
+            to = vir.advance(builder, pair_sums, first.type(pair_bytes), pair.index)
+            for key, both in enumerate(zip(*sums, strict=True)):
+                total = builder.fadd(*(builder.load(one) for one in both))
+                VEC.store(builder, total, vir.offset(builder, to, key * _VECTOR_BYTES))
+        to = _row(builder, scores, slot)
+        for key in range(_TILE_KEYS):
+            at = vir.offset(builder, pair_sums, key * _VECTOR_BYTES)
+            totals = [VEC.load(builder, vir.offset(builder, at, pair_bytes * which)) for which in range(half)]
+            while len(totals) > 1:
+                middle = len(totals) // 2
+                totals = [builder.fadd(*both) for both in zip(totals[:middle], totals[middle:], strict=True)]
+            VEC.store(builder, builder.fmul(totals[0], factor), vir.offset(builder, to, key * _VECTOR_BYTES))
+
+
+def _weigh_slots(*, masked: bool) -> Any:
+    """Scores of a slice become weights, in place: online softmax. What was summed so far shrinks if a score is greater.
+
+    Arguments: scores; slots, in whole vectors; the greatest score and the sum of weights so far; the sums of values so
+    far, the numbers of each; lows and lengths of what lanes see, where `masked`.
+    """
+
+    def emit(
+        builder: Any, scores: Any, slots: Any, greatest: Any, weight_sum: Any, total: Any, numbers: Any, lows: Any,
+        lengths: Any,
+    ) -> None:  # fmt: skip
+        nothing = VEC.constant(-math.inf)
+        bounds = _Bounds(builder, lows, lengths) if masked else None
+        before = VEC.load(builder, greatest)
+        found = cgutils.alloca_once_value(builder, before)
+        with cgutils.for_range(builder, slots) as loop:
+            row = _row(builder, scores, loop.index)
+            value = VEC.load(builder, row)
+            if bounds is not None:
+                value = builder.select(bounds.seen(builder, loop.index), value, nothing)
+                VEC.store(builder, value, row)
+            builder.store(VEC.greater(builder, value, builder.load(found)), found)
+        now = builder.load(found)
+        rises = builder.fcmp_ordered(">", now, before)
+        any_rise = builder.bitcast(rises, ir.IntType(_LANES))
+        with builder.if_then(builder.icmp_unsigned("!=", any_rise, any_rise.type(0))):
+            factors = builder.select(rises, weight_of(builder, builder.fsub(before, now)), VEC.constant(1.0))
+            VEC.store(builder, now, greatest)
+            _multiply(builder, weight_sum, factors)
+            with cgutils.for_range(builder, numbers) as loop:
+                _multiply(builder, _row(builder, total, loop.index), factors)
+        if masked:  # a lane may have seen nothing yet
+            now = builder.select(builder.fcmp_ordered("==", now, nothing), VEC.constant(0.0), now)
+        with cgutils.for_range(builder, slots) as loop:
+            row = _row(builder, scores, loop.index)
+            VEC.store(builder, weight_of(builder, builder.fsub(VEC.load(builder, row), now)), row)
+
+        def sum_of(first: int, step: int) -> Any:
+            """Added as `Vectors.sum_of` adds lanes."""
+            if step < _LANES:
+                return builder.fadd(*(sum_of(begin, 2 * step) for begin in (first, first + step)))
+            total = cgutils.alloca_once_value(builder, VEC.constant(0.0))
+            with cgutils.for_range_slice(builder, slots.type(first), slots, slots.type(step)) as (slot, _):
+                weight = VEC.load(builder, _row(builder, scores, slot))
+                builder.store(builder.fadd(builder.load(total), weight), total)
+            return builder.load(total)
+
+        VEC.store(builder, builder.fadd(VEC.load(builder, weight_sum), sum_of(0, 1)), weight_sum)
+
+    return vir.kernel(8, 0, types.void, vir.apart(f"lanes_weights{'_masked' if masked else ''}", emit))
+
+
+def _add_slots(*, masked: bool) -> Any:
+    """Adds the weighted values of the slots `[first, end)` to the sums of a slice.
+
+    Arguments: weights, first, end, values, numbers of each, sums; lows and lengths of what lanes see, where `masked`:
+    what a lane does not see may be anything.
+    """
+
+    def emit(
+        builder: Any, weights: Any, first: Any, end: Any, values: Any, numbers: Any, total: Any, lows: Any, lengths: Any
+    ) -> None:  # fmt: skip
+        bounds = _Bounds(builder, lows, lengths) if masked else None
+        value_bytes = builder.mul(numbers, numbers.type(FLOAT_BYTES))
+        step = numbers.type(_TILE_NUMBERS)
+        with cgutils.for_range_slice(builder, numbers.type(0), numbers, step) as (number, _):
+            start = _row(builder, total, number)
+            rows = [vir.offset(builder, start, n * _VECTOR_BYTES) for n in range(_TILE_NUMBERS)]
+            sums = [cgutils.alloca_once_value(builder, VEC.load(builder, row)) for row in rows]
+            column = vir.advance(builder, values, number.type(FLOAT_BYTES), number)
+            with cgutils.for_range_slice(builder, first, end, first.type(1)) as (slot, _):
+                weight = VEC.load(builder, _row(builder, weights, slot))
+                seen = None if bounds is None else bounds.seen(builder, slot)
+                place = vir.advance(builder, column, value_bytes, slot)
+                for n, one in enumerate(sums):
+                    value = VEC.spread(builder, vir.load_real(builder, vir.offset(builder, place, n * FLOAT_BYTES)))
+                    old = builder.load(one)
+                    new = VEC.fma(builder, weight, value, old)
+                    builder.store(new if seen is None else builder.select(seen, new, old), one)
+            for row, one in zip(rows, sums, strict=True):
+                VEC.store(builder, builder.load(one), row)
+
+    return vir.kernel(8, 0, types.void, vir.apart(f"lanes_values{'_masked' if masked else ''}", emit))
+
+
+def _emit_scale(builder: Any, rows: Any, first: Any, end: Any, scales: Any) -> None:
+    """Multiplies the scores or the weights of the slots `[first, end)` with the scales of these."""
+    with cgutils.for_range_slice(builder, first, end, first.type(1)) as (slot, _):
+        scale = vir.load_real(builder, vir.advance(builder, scales, slot.type(FLOAT_BYTES), slot))
+        _multiply(builder, _row(builder, rows, slot), VEC.spread(builder, scale))
+
+
+_unpack_float32, _unpack_bfloat16, _unpack_int8 = map(_unpack, (FLOAT32, BFLOAT16, INT8))
+_scores = vir.kernel(6, 1, types.void, vir.apart("lanes_scores", _emit_scores))
+_weigh, _weigh_seen = (_weigh_slots(masked=masked) for masked in (False, True))
+_add, _add_seen = (_add_slots(masked=masked) for masked in (False, True))
+_scale = vir.kernel(4, 0, types.void, _emit_scale)
+_load_real = vir.kernel(1, 0, types.float32, vir.load_real)
+
+
+@numba.njit(nogil=True, inline="always")
+def _unpack_slots(kind, source, stride, slots, numbers, to, scales, ahead):  # type: ignore[no-untyped-def] # pragma: no cover
+    if kind == BFLOAT16:
+        _unpack_bfloat16(source, stride, slots, numbers, to.ctypes.data, ahead)
+    elif kind == INT8:
+        _unpack_int8(source, stride, slots, numbers, to.ctypes.data, ahead)
+        for slot in range(slots):
+            scales[slot] = _load_real(source + slot * stride + numbers)
+    else:
+        _unpack_float32(source, stride, slots, numbers, to.ctypes.data, ahead)
+
+
+@numba.njit(nogil=True, inline="always")
+def _seen(position, begin, page_size, window):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """The slots `[first, end)` that the token at `position` sees of the page whose first token is at `begin`."""
+    first = max(position - window + 1 - begin, 0) if window > 0 else 0
+    return first, min(position + 1 - begin, page_size)
+
+
+@numba.njit(nogil=True, inline="always")
+def attend_lanes(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    kind,
+    query,
+    num_heads,
+    head_dim,
+    pages,
+    table,
+    kv_heads,
+    kv_head,
+    page_size,
+    first_row,
+    num_rows,
+    first_position,
+    scaling,
+    window,
+    softcap,
+    sinks_at,
+    output,
+    scratch,
+):
+    """All queries that share `kv_head`, of rows that follow one another in a sequence.
+
+    `table` holds the sequence's pages; `scratch` is as `make_scratch` gives it.
+    """
+    greatest, weight_sum, lows, lengths, queries, total, scores, keys, values, key_scales, value_scales = scratch
+    group = num_heads // kv_heads
+    lanes = num_rows * group
+    slices = (lanes + _LANES - 1) // _LANES
+    kv_bytes = head_dim * KV_ITEM_BYTES[kind] + SCALE_BYTES[kind]
+    token_bytes = kv_heads * kv_bytes
+    part_bytes = page_size * token_bytes
+    padded = (page_size + _LANES - 1) // _LANES * _LANES
+    given, sinks, to = float32s(query), float32s(sinks_at), float32s(output)
+    for piece in range(slices):
+        for lane in range(_LANES):
+            # The lanes beyond the last query do the same as it; nobody reads them.
+            which = min(piece * _LANES + lane, lanes - 1)
+            head = kv_head * group + which % group
+            start = ((first_row + which // group) * num_heads + head) * head_dim
+            place = lane
+            for index in range(_LANES // 2):  # in the order in which scores are made of them
+                for number in range(index, head_dim, _LANES // 2):
+                    queries[piece, place] = given[start + number]
+                    place += _LANES
+            greatest[piece, lane] = sinks[head] if sinks_at else -np.inf
+    total[:slices] = 0
+    weight_sum[:slices] = 1 if sinks_at else 0  # a sink is as a first score, whose value is zero
+    last_position = first_position + num_rows - 1
+    first_seen = max(first_position - window + 1, 0) if window > 0 else 0
+    for index in range(first_seen // page_size, last_position // page_size + 1):
+        page = pages + table[index] * 2 * part_bytes
+        key = page + kv_head * kv_bytes
+        begin = index * page_size
+        slots = min(last_position + 1 - begin, page_size)
+        ahead = 0
+        if index < last_position // page_size:
+            ahead = pages + table[index + 1] * 2 * part_bytes - page
+        _unpack_slots(kind, key, token_bytes, slots, head_dim, keys, key_scales, ahead)
+        _unpack_slots(kind, key + part_bytes, token_bytes, slots, head_dim, values, value_scales, ahead)
+        for piece in range(slices):
+                # Some row sees the slots `[seen, seen_end)`; all see all of the page where none is `masked`.
+            low = first_position + piece * _LANES // group
+            high = first_position + (min((piece + 1) * _LANES, lanes) - 1) // group
+            seen, seen_end = _seen(low, begin, page_size, window)[0], min(high + 1 - begin, page_size)
+            if seen >= seen_end:
+                continue
+            masked = low + 1 - begin < padded or page_size < padded or _seen(high, begin, page_size, window)[0] > 0
+            if masked:
+                for lane in range(_LANES):
+                    position = first_position + min(piece * _LANES + lane, lanes - 1) // group
+                    lows[lane], end = _seen(position, begin, page_size, window)
+                    lengths[lane] = max(end - lows[lane], 0)
+            of_greatest, of_sum = greatest[piece].ctypes.data, weight_sum[piece].ctypes.data
+            of_total, rows = total[piece].ctypes.data, scores.ctypes.data
+            bounds, bound_lengths = lows.ctypes.data, lengths.ctypes.data
+            tile = seen // _TILE_KEYS * _TILE_KEYS
+            of_queries = queries[piece].ctypes.data
+            _scores(of_queries, head_dim, keys.ctypes.data, tile, seen_end, rows, scaling)
+            if SCALE_BYTES[kind]:
+                _scale(rows, seen, seen_end, key_scales.ctypes.data)
+            if softcap > 0:
+                for place in range(seen * _LANES, seen_end * _LANES):
+                    scores[place] = softcap * math.tanh(scores[place] / softcap)
+            if masked:
+                _weigh_seen(rows, padded, of_greatest, of_sum, of_total, head_dim, bounds, bound_lengths)
+            else:
+                _weigh(rows, padded, of_greatest, of_sum, of_total, head_dim, bounds, bound_lengths)
+            if SCALE_BYTES[kind]:
+                _scale(rows, seen, seen_end, value_scales.ctypes.data)
+            at = values.ctypes.data
+            if masked:
+                _add_seen(rows, seen, seen_end, at, head_dim, of_total, bounds, bound_lengths)
+            else:
+                _add(rows, seen, seen_end, at, head_dim, of_total, bounds, bound_lengths)
+    for which in range(lanes):
+        piece, lane = which // _LANES, which % _LANES
+        inverse = np.float32(1.0) / weight_sum[piece, lane]
+        start = ((first_row + which // group) * num_heads + kv_head * group + which % group) * head_dim
+        for number in range(head_dim):
+            to[start + number] = total[piece, number * _LANES + lane] * inverse
+
+
+@numba.njit(nogil=True, inline="always")
+def _on_lines(count):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """Memory for so many float32, from the begin of a cache line on."""
+    room = np.empty(count + LINE_BYTES // FLOAT_BYTES, dtype=np.float32)
+    skipped = -room.ctypes.data % LINE_BYTES // FLOAT_BYTES
+    return room[skipped : skipped + count]
+
+
+@numba.njit(nogil=True, inline="always")
+def make_scratch(lanes, head_dim, page_size):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """Memory for `attend_lanes` with up to so many queries of a KV head."""
+    slices = (lanes + _LANES - 1) // _LANES
+    padded = (page_size + _LANES - 1) // _LANES * _LANES
+    return (
+        _on_lines(slices * _LANES).reshape(slices, _LANES),
+        _on_lines(slices * _LANES).reshape(slices, _LANES),
+        np.empty(_LANES, dtype=np.int32),
+        np.empty(_LANES, dtype=np.int32),
+        _on_lines(slices * head_dim * _LANES).reshape(slices, head_dim * _LANES),
+        _on_lines(slices * head_dim * _LANES).reshape(slices, head_dim * _LANES),
+        _on_lines(padded * _LANES),
+        _on_lines(padded * head_dim),
+        _on_lines(padded * head_dim),
+        np.empty(padded, dtype=np.float32),
+        np.empty(padded, dtype=np.float32),
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 
 from decode_worker.events import ComputesHere
 from decode_worker.ledger import Attempt
@@ -49,8 +50,8 @@ class DecodeJob(Attempt):
 
     def begin_prompt(self, page_size: int) -> Sequence:
         """The prompt, computed here once for all choices; see `Prompt`."""
-        num_cached = len(self.cached)
-        sequence = self._make_sequence(0, [], [*self.cached, *self.pages], num_cached * page_size, num_cached)
+        pages, num_leading = [*self.cached, *self.pages], self.num_leading
+        sequence = self._make_sequence(0, [], pages, num_leading * page_size, num_leading, self.num_hidden)
         sequence.turn = self.turn
         sequence.samples = bool(self.to_sample)
         sequence.scoring = self.scoring
@@ -61,9 +62,12 @@ class DecodeJob(Attempt):
         self.sequences.append(sequence)
         return sequence
 
-    def begin_choice(self, choice: int, output: list[int], pages: Iterable[int], num_published: int) -> Sequence:
-        """A choice whose prompt is in `pages`, the first `num_published` of them in the cache; `output` is replayed."""
-        sequence = self._make_sequence(choice, output, pages, len(self.prompt_ids), num_published)
+    def begin_choice(
+        self, choice: int, output: list[int], pages: Iterable[int], num_published: int, num_hidden: int = 0
+    ) -> Sequence:
+        """A choice whose prompt is in `pages`, behind `num_hidden` that it does not see. Of all these the first
+        `num_published` are in the cache. `output` is replayed."""
+        sequence = self._make_sequence(choice, output, pages, len(self.prompt_ids), num_published, num_hidden)
         sequence.owner = Choice(self, SequenceState(self.prompt_ids, output), self._guide(choice, output))
         self.sequences.append(sequence)
         return sequence
@@ -79,7 +83,13 @@ class DecodeJob(Attempt):
         return guide
 
     def _make_sequence(
-        self, choice: int, output: list[int], pages: Iterable[int], num_computed: int, num_published: int
+        self,
+        choice: int,
+        output: list[int],
+        pages: Iterable[int],
+        num_computed: int,
+        num_published: int,
+        num_hidden: int,
     ) -> Sequence:
         own_ids = token_ids(self.prompt_ids)
         own_ids.extend(output)
@@ -93,7 +103,8 @@ class DecodeJob(Attempt):
             num_prompt=len(self.prompt_ids),
             params=self.params,
             num_computed=num_computed,
-            pages=page_table(pages),
+            pages=page_table(chain(repeat(0, num_hidden), pages)),
+            num_hidden=num_hidden,
             keys=PageKeys(self.page_keys),
             num_published=num_published,
             cache_salt=self.cache_salt,

@@ -56,9 +56,16 @@ class Attempt:
     unpaced: bool = False  # in chunks of full size then, also in the first attempt
     waits_for_grammar: bool = False  # which is being compiled: nothing of the prompt is computed before
     state: AttemptState = AttemptState.NEW
-    # Of the prompt, from when they are taken: `cached` hold its beginning already and are pinned.
+    # Of the prompt, from when they are taken: the first `num_hidden` are of no use, since no token sees them; then come
+    # those that are `cached` here already, and are pinned; then those that are sent or computed, or the first of these.
+    num_hidden: int = 0
     cached: tuple[int, ...] = ()
     pages: tuple[int, ...] = ()
+
+    @property
+    def num_leading(self) -> int:
+        """Pages of the prompt that are not sent and not computed."""
+        return self.num_hidden + len(self.cached)
 
     @property
     def num_to_come(self) -> int:
@@ -169,7 +176,7 @@ class Ledger(Generic[A]):
         self._pool.release([*attempt.cached, *kept])
 
     def _keep(self, attempt: A, verified: Sequence[tuple[int, int]]) -> list[int]:
-        keys = attempt.page_keys[len(attempt.cached) :]
+        keys = attempt.page_keys[attempt.num_leading :]
         kept: list[int] = []
         for (index, page), key in zip(verified, keys, strict=False):
             if index != len(kept):
@@ -186,16 +193,23 @@ class Ledger(Generic[A]):
         if self._scheduler.waiting or not self._has_place(head) or (head.unpaced and not self._has_turn(head)):
             return False
         # At least the last page is always sent or computed: decode's first step writes to it, so it must not be shared.
-        cached = pool.acquire(head.page_keys[: (head.num_tokens - 1) // pool.page_size])
-        needed = pages_for(head.num_tokens, pool.page_size) - len(cached)
-        is_local = head.num_tokens - len(cached) * pool.page_size <= head.max_local_tokens
+        keys = head.page_keys[: (head.num_tokens - 1) // pool.page_size]
+        num_hidden, cached = pool.acquire_seen(keys, self._scheduler.limits.window)
+        num_leading = num_hidden + len(cached)
+        needed = self._scheduler.num_to_take(head.num_tokens, num_leading)
+        is_local = head.num_tokens - num_leading * pool.page_size <= head.max_local_tokens
+        if not is_local and self._scheduler.limits.window:  # its pages are wanted as far as its first step sees them
+            pool.release(cached)
+            num_hidden = self._scheduler.num_hidden(head.num_tokens)
+            cached = pool.acquire(keys[num_hidden:])
+            needed = pages_for(head.num_tokens, pool.page_size) - num_hidden - len(cached)
         pages = None
         if self._leaves_growth(needed) and (is_local or self._may_reserve(needed)):
             pages = pool.allocate(needed) if is_local else pool.reserve(needed)
         if pages is None:
             pool.release(cached)
             return False
-        head.cached, head.pages = tuple(cached), tuple(pages)
+        head.num_hidden, head.cached, head.pages = num_hidden, tuple(cached), tuple(pages)
         self.set_state(head, AttemptState.ENTERING if is_local else AttemptState.GRANTED)
         return True
 
@@ -209,7 +223,7 @@ class Ledger(Generic[A]):
         running = (s for s in self._scheduler.running if (s.turn, s.arrival) <= turn)
         computed = (s.num_to_compute for s in running if not (s.is_decode or s.paced))
         entering = (
-            attempt.num_tokens - len(attempt.cached) * self._pool.page_size
+            attempt.num_tokens - attempt.num_leading * self._pool.page_size
             for attempt in self.of_state(AttemptState.ENTERING)
             if attempt.unpaced and not attempt.waits_for_grammar and (attempt.turn, attempt.arrival) <= turn
         )

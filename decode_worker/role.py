@@ -226,8 +226,10 @@ class DecodeRole:
         if tiers is None or not job.max_local_tokens:
             return False
         num_wanted = (job.num_tokens - 1) // page_size  # as the ledger takes
-        at_least = pages_for(max(0, job.num_tokens - job.max_local_tokens), page_size)
-        begins = tiers.fetch(job.page_keys[:num_wanted], partial(self._fetched, job), at_least=at_least)
+        num_hidden = self._scheduler.num_hidden(num_wanted * page_size)
+        at_least = pages_for(max(0, job.num_tokens - job.max_local_tokens), page_size) - num_hidden
+        keys = job.page_keys[num_hidden:num_wanted]
+        begins = tiers.fetch(keys, partial(self._fetched, job), at_least=at_least)
         self._num_fetching += begins
         return begins
 
@@ -265,14 +267,15 @@ class DecodeRole:
         with self._lock:
             refused = list(self.ledger.waiting) if self._is_draining() else []
             taken = [] if refused else list(iter(self.ledger.take, None))
-            self._counters.num_prompt_tokens_cached += sum(len(job.cached) for job in taken) * self._pool.page_size
+            num_cached = sum(len(job.cached) if job.state is AttemptState.GRANTED else job.num_leading for job in taken)
+            self._counters.num_prompt_tokens_cached += num_cached * self._pool.page_size
         for job in refused:
             self._deny(job, RefusalReason.DRAINING, self._draining(job.key))
         self.snapshot()
         for job in taken:
             if job.state is AttemptState.GRANTED:
                 fault_points.reach("decode.granted")
-                self._driver.granted(job.key, job.pages, len(job.cached))
+                self._driver.granted(job.key, job.pages, job.num_leading)
             else:
                 # For the protocol the attempt has ended, and it says so to a late repetition of its Reserve.
                 self._driver.denied(job.key, RefusalReason.ALREADY_ENDED)
@@ -382,7 +385,7 @@ class DecodeRole:
         with self._lock:
             if not self._may_enter(job):
                 return
-            num_cached = len(job.cached) * self._pool.page_size
+            num_cached = job.num_leading * self._pool.page_size
             job.local = ComputesHere(job.key, num_cached, len(job.prompt_ids) - num_cached)
             self.ledger.set_state(job, AttemptState.COMPUTING)
             self._scheduler.enter(job.begin_prompt(self._pool.page_size))
@@ -396,7 +399,7 @@ class DecodeRole:
                 self._pacing.first_steps_taken(1)
                 return
             job.is_new = True
-            self._tokens.enter(job, outputs, [*job.cached, *job.pages], len(job.cached))
+            self._tokens.enter(job, outputs, [*job.cached, *job.pages], job.num_leading, job.num_hidden)
             self._emit({job.session: [Admitted(job.key, self._clock.now() - committed_s)]})
         fault_points.reach("decode.admitted")
 

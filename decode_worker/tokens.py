@@ -130,13 +130,21 @@ class TokenBook:
             self.emit(events)
         return num_new
 
-    def enter(self, job: DecodeJob, outputs: dict[int, list[int]], pages: Collection[int], num_published: int) -> None:
-        """Let choices into the batch that share the prompt's `pages`; each copies what it writes to."""
+    def enter(
+        self,
+        job: DecodeJob,
+        outputs: dict[int, list[int]],
+        pages: Collection[int],
+        num_published: int,
+        num_hidden: int,
+    ) -> None:
+        """Let choices into the batch that share the prompt's `pages`, behind `num_hidden` that no token sees any more;
+        each copies what it writes to."""
         self.ledger.set_state(job, AttemptState.RUNNING)
         for num_entered, (choice, output) in enumerate(outputs.items()):
             if num_entered:
                 self.scheduler.pool.share(pages)
-            self.scheduler.enter(job.begin_choice(choice, output, pages, num_published))
+            self.scheduler.enter(job.begin_choice(choice, output, pages, num_published, num_hidden))
 
     def _count(self, item: ScheduledSequence) -> None:
         end = min(item.start + item.num_tokens, item.sequence.num_prompt)
@@ -152,6 +160,7 @@ class TokenBook:
     def _fork(self, prompt: Sequence, tokens: list[SampledToken], events: Events) -> None:
         """The prompt is computed: its choices go on from here, those with a journal by replaying it."""
         job: DecodeJob = prompt.owner.job
+        num_hidden = prompt.num_hidden
         pages = self.scheduler.remove(prompt)
         job.sequences.remove(prompt)
         outputs = dict(job.journal)
@@ -159,7 +168,7 @@ class TokenBook:
             if self._give_out(job, choice, 0, token, events) is None:
                 outputs[choice] = [token.token_id]
         if outputs:
-            self.enter(job, outputs, pages, prompt.num_published)
+            self.enter(job, outputs, pages, prompt.num_published, num_hidden)
         else:
             self.scheduler.pool.release(pages)
             self.ledger.remove(job)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 from tandem.core.dtypes import PAGE_DTYPES, kv_head_bytes
 from tandem.core.errors import IncompatibleError
+from tandem.core.pages import num_hidden_pages, pages_for
 
 #: `LayoutId.digest` of pages that nobody checks.
 NO_DIGEST = "none"
@@ -24,6 +25,8 @@ class LayoutId:
         dtype: torch's name of the element type, without `torch.`.
         page_size: token slots of a page.
         digest: the algorithm of extent digests; `NO_DIGEST`: none are taken.
+        window: tokens that a token sees in each layer, itself included; pages wholly behind that are not kept, and not
+            sent. 0: all.
     """
 
     weights_sha256: str
@@ -33,6 +36,7 @@ class LayoutId:
     head_dim: int
     page_size: int
     digest: str = "xxh3_64"
+    window: int = 0
 
     @property
     def extent_bytes(self) -> int:
@@ -49,6 +53,11 @@ class LayoutId:
     def token_bytes(self) -> int:
         """Bytes of K and V of one token in all layers. Raises as `extent_bytes`."""
         return self.num_layers * self.extent_bytes // self.page_size
+
+
+    def num_sent_pages(self, num_tokens: int) -> int:
+        """Pages of a prompt of so many tokens that a decode worker needs: those that the next token sees."""
+        return pages_for(num_tokens, self.page_size) - num_hidden_pages(num_tokens, self.page_size, self.window)
 
 
 def differences(a: LayoutId, b: LayoutId) -> list[str]:

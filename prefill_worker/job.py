@@ -123,20 +123,22 @@ def make_job(
 
 @dataclass(slots=True)
 class StepPart:
-    """The pages that one step fills, or ends a prompt in: `pages[0]` is page `first` of the prompt."""
+    """The pages that one step fills, or ends a prompt in. Those from page `first` of the prompt on are `sent`."""
 
     job: PromptJob
-    first: int
     pages: tuple[int, ...]
+    first: int
+    sent: tuple[int, ...]
     next_layer: int = 0  # the driver knows of the layers before it
 
 
-def part_of(item: ScheduledSequence, page_size: int) -> StepPart:
-    """What a step does for one prompt.
+def part_of(item: ScheduledSequence, page_size: int, first_sent: int) -> StepPart:
+    """What a step does for one prompt, of which decode gets the pages from `first_sent` on.
 
     Chunks end on page borders or with the prompt, so the first page was not begun by an earlier chunk.
     """
     end, num_prompt = item.start + item.num_tokens, item.sequence.num_prompt
     first = item.start // page_size
     last = pages_for(end, page_size) if end == num_prompt else end // page_size
-    return StepPart(item.sequence.owner, first, tuple(item.sequence.pages[first:last]))
+    pages = tuple(item.sequence.pages[first:last])
+    return StepPart(item.sequence.owner, pages, max(first, first_sent), pages[max(0, first_sent - first) :])

@@ -7,7 +7,8 @@ attached; before that the scheduler may take them for a prompt that has a grant.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SeqOf
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from tandem.core.clock import Clock
 from tandem.core.errors import DrainingError, HandoffError, TandemError
 from tandem.core.pages import PageState, pages_for
 from tandem.core.remembered import Remembered
-from tandem.worker.batch import Batch
+from tandem.worker.batch import Batch, ScheduledSequence
 from tandem.worker.counters import WorkerCounters
 from tandem.worker.guide import Guide, GuideMaker
 from tandem.worker.load import LoadReport
@@ -32,6 +33,7 @@ from tandem.worker.pacing import Pacing
 from tandem.worker.prompt_scoring import ScoreTokens
 from tandem.worker.request import AttemptFailed, AttemptSpec, PromptPooled, RequestLimits, TokenSampled
 from tandem.worker.scheduler import BatchScheduler
+from tandem.worker.sequence import Sequence
 from tandem.worker.spans import before
 from tandem.worker.step import SampleTokens
 
@@ -84,7 +86,9 @@ class PrefillRole:
         self._is_draining = is_draining
         # Invariant: all and only attempts whose handoff is not over, or that still compute.
         self.jobs: dict[AttemptKey, PromptJob] = {}
-        self.retained = RetainedPrompts(scheduler.pool, scheduler.salt, shares=scheduler.prefix_cache)
+        self.retained = RetainedPrompts(
+            scheduler.pool, scheduler.salt, shares=scheduler.prefix_cache, window=scheduler.limits.window
+        )
         # Attached, and a step may be under way still. Added to by any thread.
         self._newly_attached: set[AttemptKey] = set()
         self._ended_keys = Remembered[AttemptKey](_NUM_REMEMBERED)
@@ -144,12 +148,14 @@ class PrefillRole:
         sequence, tiers = job.sequence, self._scheduler.tiers
         if tiers is not None:
             self._scheduler.check_fits(len(sequence.token_ids), job.key.request_id)
-            if tiers.fetch(self._scheduler.wanted_keys(sequence), partial(self._fetched, job)):
+            keys = self._scheduler.wanted_keys(sequence)
+            num_hidden = self._scheduler.num_hidden(len(keys) * self._pool.page_size)
+            if tiers.fetch(keys[num_hidden:], partial(self._fetched, job)):
                 self._fetching[job.key] = job
                 return
         self._scheduler.add(sequence)
 
-    def _fetched(self, job: PromptJob, pages: Sequence[int]) -> None:
+    def _fetched(self, job: PromptJob, pages: SeqOf[int]) -> None:
         """What could be read of its pages is in the cache."""
         if pages:
             for layer in range(self._num_layers):
@@ -239,7 +245,7 @@ class PrefillRole:
         for sequence in batch.admitted:
             self._begin(sequence.owner)
         self._times.begin()
-        parts = [part_of(item, self._pool.page_size) for item in batch.items]
+        parts = [self._part_of(item) for item in batch.items]
         filled = tuple(page for part in parts for page in part.pages)
         fault_points.reach("prefill.chunk")
 
@@ -250,6 +256,13 @@ class PrefillRole:
                 self._driver.sealed(sealed)
 
         return on_layer
+
+    def _part_of(self, item: ScheduledSequence) -> StepPart:
+        return part_of(item, self._pool.page_size, self._first_sent(item.sequence))
+
+    def _first_sent(self, sequence: Sequence) -> int:
+        """The first page of a prompt that decode needs: those before it no token of an output sees."""
+        return self._scheduler.num_hidden(sequence.num_prompt)
 
     def _begin(self, job: PromptJob) -> None:
         """The sequence has its pages; those from the cache are computed already."""
@@ -266,10 +279,11 @@ class PrefillRole:
         """Give the driver all pages that are computed so far, in all layers."""
         num_computed, page_size = job.sequence.num_computed, self._pool.page_size
         num_pages = pages_for(num_computed, page_size) if job.computed else num_computed // page_size
-        pages = tuple(job.sequence.pages[:num_pages])
+        first = self._first_sent(job.sequence)
+        pages = tuple(job.sequence.pages[first:num_pages])
         if pages:
             self._pool.share(pages)
-            self._driver.sealed([SealedPages(job.key, range(self._num_layers), 0, pages)])
+            self._driver.sealed([SealedPages(job.key, range(self._num_layers), first, pages)])
 
     def _seal_part(self, part: StepPart, layer: int) -> SealedPages | None:
         """Pages of this step that the driver may hear of now that `layer` is computed. The attempt may just have been
@@ -277,12 +291,12 @@ class PrefillRole:
         job = part.job
         if job.key in self._newly_attached:
             self.attach(job.key)
-        if not job.attached or not part.pages:
+        if not job.attached or not part.sent:
             return None
         if part.next_layer == 0:  # its hold begins when it hears of a page: a step that fails earlier leaves none
-            self._pool.share(part.pages)
+            self._pool.share(part.sent)
         layers, part.next_layer = range(part.next_layer, layer + 1), layer + 1
-        return SealedPages(job.key, layers, part.first, part.pages)
+        return SealedPages(job.key, layers, part.first, part.sent)
 
     def score(self, batch: Batch, logits: Any) -> Any:
         return self._rows.score(batch, logits)

@@ -13,7 +13,7 @@ from router.policy.snapshot import Snapshot
 from router.policy.worker_load import WorkerLoad
 from tandem.core.errors import IncompatibleError
 from tandem.core.identity import WorkerKey
-from tandem.core.pages import pages_for
+from tandem.core.pages import num_hidden_pages, pages_for
 
 # What a prompt token costs in a decode step, relative to one in a prefill worker's chunk, at least, and where nothing
 # is known of its steps. With a lower factor decode would take prompts for which prefill has time soon.
@@ -164,7 +164,9 @@ def format_to_pair(snapshot: Snapshot, wishes: Wishes) -> KvFormat | None:
 
 
 def has_room(worker: WorkerLoad, facts: RequestFacts) -> bool:
-    return pages_for(facts.num_prompt_tokens, worker.page_size) <= worker.num_available_pages
+    num_tokens, page_size = facts.num_prompt_tokens, worker.page_size
+    num_hidden = num_hidden_pages(num_tokens, page_size, worker.kv_format.layout.window)
+    return pages_for(num_tokens, page_size) - num_hidden <= worker.num_available_pages
 
 
 def is_way_broken(snapshot: Snapshot, prefill: WorkerKey, decode: WorkerKey) -> bool:

@@ -26,6 +26,8 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
+from tandem.core.pages import num_hidden_pages
+
 _AHEAD, _AHEAD_S = 2, 0.25
 
 
@@ -40,6 +42,7 @@ class Room:
         num_places: sequences that decode's batches hold, of which this router may use so many.
         most_pages: that one decode worker has for another request.
         page_size: tokens in a page.
+        window: tokens that a token sees; 0: all.
         num_routers: that share the workers.
         place_s: that a sequence keeps its place, on average; 0: not known yet.
     """
@@ -52,6 +55,7 @@ class Room:
     page_size: int
     num_routers: int = 1
     place_s: float = 0.0
+    window: int = 0
 
     def num_left_in(self, seconds: float) -> float:
         """How many sequences leave their places within this time, while all places are taken."""
@@ -92,7 +96,8 @@ class UnderWay:
         num_left = room.num_left_in(self._first_token_in_s(num_tokens, room))
         if self.num_sequences + num_sequences > math.ceil(room.num_places + num_left):
             return False
-        has_pages = num_tokens <= room.most_pages * room.page_size
+        num_hidden = num_hidden_pages(num_tokens, room.page_size, room.window)
+        has_pages = num_tokens <= (room.most_pages + num_hidden) * room.page_size
         return has_pages or self.num_ungranted < math.ceil(_AHEAD * room.num_decode * share)
 
     def _first_token_in_s(self, num_tokens: int, room: Room) -> float:

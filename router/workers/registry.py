@@ -219,6 +219,7 @@ class WorkerRegistry:
             most_pages=roomiest.num_available_pages if roomiest is not None else 0,
             page_size=roomiest.page_size if roomiest is not None else 0,
             num_routers=self._share.of,
+            window=roomiest.kv_format.layout.window if roomiest is not None else 0,
         )
 
     def known_prefix(self, token_ids: Sequence[int], cache_salt: str) -> HeldPrefix[WorkerKey]:

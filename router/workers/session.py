@@ -25,7 +25,6 @@ from router.workers import wire
 from router.workers.watchdog import Watchdog
 from tandem.core.errors import TandemError, WorkerLostError
 from tandem.core.identity import Role, WorkerKey
-from tandem.core.pages import pages_for
 from tandem.core.protocols import Protocols, agree
 from tandem.rpc.channel import make_channel
 from tandem.rpc.convert import ROLE_FROM_PROTO, prompt_steps_from_proto
@@ -189,8 +188,8 @@ class WorkerSession:
             computes: the prompt is to be computed there.
             num_sequences: that it will be there.
         """
-        page_size = 0 if self.is_prefill else self.info.layout.page_size
-        num_pages = pages_for(num_prompt_tokens, page_size) if page_size else 0
+        layout = self.kv_format.layout  # before its hello a worker has pages of no size
+        num_pages = layout.num_sent_pages(num_prompt_tokens) if layout.page_size and not self.is_prefill else 0
         self._held[request_id] = mailbox
         self._known.hold(
             request_id,

@@ -120,6 +120,14 @@ def pages_for(num_tokens: int, page_size: int) -> int:
     return -(-num_tokens // page_size)
 
 
+def num_hidden_pages(num_computed: int, page_size: int, window: int) -> int:
+    """Leading pages of which no token from `num_computed` on sees anything.
+
+    Each token sees the last `window` tokens, itself included; 0: all.
+    """
+    return max(0, num_computed - window + 1) // page_size if window else 0
+
+
 class PagePool:
     """The pages of one arena. Not thread-safe: one thread owns it."""
 
@@ -210,6 +218,23 @@ class PagePool:
             self._references[page] += 1
             pages.append(page)
         return pages
+
+    def acquire_seen(self, keys: Sequence[bytes], window: int) -> tuple[int, list[int]]:
+        """As `acquire`, where a token sees the last `window` tokens only: of the longest beginning whose pages are held
+        as far as the token behind it sees them, these.
+
+        Returns:
+            How many leading pages are not needed, and the pages behind them. Without a window: 0, and as `acquire`.
+        """
+        if not window:
+            return 0, self.acquire(keys)
+        num_in_row, best, first = 0, 0, 0
+        for end, key in enumerate(keys, 1):
+            num_in_row = num_in_row + 1 if key in self._page_of else 0
+            hidden = num_hidden_pages(end * self.page_size, self.page_size, window)
+            if num_in_row >= end - hidden:
+                best, first = end, hidden
+        return first, self.acquire(keys[first:best])
 
     def publish(self, page: int, key: bytes) -> None:
         """Enter a verified, used page under `key`: it is full, or the key is its owner's alone.

@@ -40,6 +40,9 @@ _log = logging.getLogger(__name__)
 _DEFAULT_CPU_KV_BYTES = 1 << 30
 #: The same on a GPU, of what is free after the weights.
 _DEFAULT_DEVICE_KV_SHARE = 0.8
+#: A GPU's kernels read whole blocks, of so many tokens at most, and weigh with zero what a window hides: were that no
+#: number, neither would be the result. So it must be the sequence's own.
+_BLOCK_TOKENS = 256
 
 
 class Engine:
@@ -54,6 +57,8 @@ class Engine:
         vocab_size: token ids are `[0, vocab_size)`.
         eos_token_ids: the ids that end a text.
         max_context: greatest number of tokens of a sequence, prompt and output.
+        window: a token sees so many tokens at most in every layer, itself included; 0: all, in some layer. Pages
+            wholly behind that may be another's, if they are of the arena.
         weights_sha256: of all that shapes KV; workers that differ in it must not share pages.
         types: of weights, and of what is computed; that of KV in the pages is the layout's.
         shared: the memory in which other processes have the weights too; `None`: these are its own.
@@ -86,6 +91,7 @@ class Engine:
         self.vocab_size = loader.vocab_size_of(model)
         self.eos_token_ids = eos_token_ids
         self.max_context = max_context
+        self.window = _window(model, max_context)
         self.types = types = types or Types.all_of(layout.dtype)
         self.weights_sha256 = loader.weights_sha256(model, types)
         self.attention = backend.name
@@ -113,6 +119,7 @@ class Engine:
             self.vocab_size,
             max_context,
             num_pages=self.num_pages,
+            window=self.window,
             decoder=self._decoder,
         )
         self._decode: DecodeSteps | None = kernels.decode_steps(self._paged, backend)
@@ -271,6 +278,14 @@ def _tensors_dtype(model_dir: Path, kernels: Kernels) -> str:
     """As `model_path.tensors_dtype`, in a type that these kernels widen."""
     dtype = tensors_dtype(model_dir)
     return dtype if dtype != "float16" or kernels.can_widen_float16 else "float32"
+
+
+def _window(model: PreTrainedModel, max_context: int) -> int:
+    """As `Engine.window`; 0, too, where no context is longer."""
+    window = loader.window_of(model.config)
+    if window and model.device.type != "cpu":
+        window += _BLOCK_TOKENS
+    return window if window < max_context else 0
 
 
 def _has_scratch_page(backend: AttentionBackend, device: torch.device) -> bool:

@@ -319,6 +319,18 @@ def context_of(config: PreTrainedConfig, requested: int | None) -> int:
     return requested
 
 
+# Whose attention always hands on the window of the config, for every layer.
+_ALL_SLIDE = ("mistral", "mixtral", "phi3", "starcoder2")
+
+
+def window_of(config: PreTrainedConfig) -> int:
+    """Return the last tokens that a token sees at most, itself included, where every layer is so; 0: some sees more."""
+    text = config.get_text_config(decoder=True)
+    kinds = getattr(text, "layer_types", None)
+    slides = set(kinds) == {"sliding_attention"} if kinds else text.model_type in _ALL_SLIDE
+    return int(getattr(text, "sliding_window", None) or 0) if slides else 0
+
+
 def eos_of(model_dir: str | os.PathLike[str], config: PreTrainedConfig) -> tuple[int, ...]:
     """Return the ids that end a text: those of `generation_config.json`, then those of `config.json`."""
     ids: list[int] = []

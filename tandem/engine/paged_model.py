@@ -39,9 +39,10 @@ class PagedModel:
         max_context: int,
         *,
         num_pages: int | None = None,
+        window: int = 0,
         decoder: Decoder | None = None,
     ) -> None:
-        """Sequences may have the pages `[0, num_pages)`, by default all of the arena.
+        """Sequences may have the pages `[0, num_pages)`, by default all of the arena. `window`: as of `Engine`.
 
         `decoder` is to compute the logits in the model's place.
         """
@@ -51,10 +52,17 @@ class PagedModel:
         self.vocab_size = vocab_size
         self.max_context = max_context
         self.num_pages = arena.num_pages if num_pages is None else num_pages
+        self.window = window
         self.decoder = decoder
         # Models differ in what they do after the last layer (head bias, soft capping, scaling): all of it is theirs,
         # on the rows that are asked for.
         self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    @property
+    def table_width(self) -> int:
+        """Pages in the table of the longest sequence; with a window it may be longer than the arena has pages."""
+        num_pages = self.arena.layout.num_pages_for(self.max_context)
+        return num_pages if self.window else min(num_pages, self.arena.num_pages)
 
     def forward(self, sequences: Sequence[SequenceInput], on_layer: LayerCallback | None = None) -> torch.Tensor:
         """Compute all `sequences` in one batch; see `Engine.forward`."""

@@ -75,6 +75,7 @@ class SimulatedEngine:
         self.vocab_size = int(config.get_text_config(decoder=True).vocab_size)
         self.eos_token_ids = loader.eos_of(model_dir, config)
         self.max_context = loader.context_of(config, max_context)
+        self.window = 0
         self.types = Types.all_of(self.layout.dtype)
         # Both roles read one file; whose times differ must not share a cluster by mistake.
         shape = repr((replace(spec, prefill=spec.decode), self.vocab_size, self.max_context))

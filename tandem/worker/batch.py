@@ -28,6 +28,8 @@ class SchedulerLimits:
     saturating_tokens: int = 512
     # From so many sequences on, a step completes two prompts even if one keeps the processor busy; 0: never.
     num_to_pair: int = 0
+    # A token sees so many tokens in each layer, itself included: pages wholly behind that are given back; 0: all.
+    window: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,8 +64,8 @@ def max_num_seqs(config: Config, num_slots: int) -> int:
     return config.scheduling.max_num_seqs or max(FEWEST_SEQS, min(MOST_SEQS, num_slots // _TOKENS_OF_A_SEQ))
 
 
-def scheduler_limits(config: Config, site: Site, num_slots: int) -> SchedulerLimits:
-    """The limits of a worker's batch scheduler. `num_slots`: as of `max_num_seqs`."""
+def scheduler_limits(config: Config, site: Site, num_slots: int, window: int = 0) -> SchedulerLimits:
+    """The limits of a worker's batch scheduler. `num_slots`: as of `max_num_seqs`; `window`: the model's."""
     scheduling = config.scheduling
     default = _CPU_SATURATING_TOKENS if site.on_cpu else _GPU_SATURATING_TOKENS
     return SchedulerLimits(
@@ -79,6 +79,7 @@ def scheduler_limits(config: Config, site: Site, num_slots: int) -> SchedulerLim
         computes_prompts=site.role is Role.DECODE and scheduling.mixed_pool,
         saturating_tokens=scheduling.saturating_tokens or default,
         num_to_pair=num_to_pair(config, site),
+        window=window,
     )
 
 

@@ -17,6 +17,11 @@ leaves all who wait for the step the time per token that they want (`PromptRoom`
 **Preemption.** When pages run out, the last sequence in the order (`Sequence.order`) gives up its pages and waits to be
 replayed. The first sequence in the order is never preempted. So it always ends, and then the next one is the first.
 
+**Windows.** Where every layer sees the last tokens only (`SchedulerLimits.window`), pages behind them are given back as
+a sequence goes on. A prompt gets pages for its window and a chunk when it is admitted, and in the moment in which it
+gives one back another one for its end: so it never waits for a page in its middle, whoever else does. Pages enter the
+prefix cache when they are given back, or all is computed, so that those of a prompt under way have no other owner.
+
 **Promotion.** A prompt is *promoted* when decode holds pages for it. It goes first, and keeps its pages and place until
 it is removed. A prompt is *parked* when it is computed and has left the batch, while its pages still wait for decode. A
 promoted sequence takes pages and places from sequences that are not promoted, running or parked. That breaks the cycle
@@ -38,7 +43,7 @@ from operator import attrgetter
 
 from tandem.core.errors import InvalidRequestError, OverloadedError
 from tandem.core.page_keys import PageKeys
-from tandem.core.pages import PagePool, page_table, pages_for
+from tandem.core.pages import PagePool, num_hidden_pages, page_table, pages_for
 from tandem.core.step_times import NO_PROMPTS, PromptSteps
 from tandem.core.tiers import PageTiers
 from tandem.worker.batch import NO_TOKENS, Batch, ScheduledSequence, SchedulerLimits
@@ -112,7 +117,7 @@ class BatchScheduler:
 
     def check_fits(self, num_tokens: int, request_id: str) -> None:
         """Raise `InvalidRequestError` when `num_tokens` need more pages than the pool has in all."""
-        needed = pages_for(num_tokens, self.pool.page_size)
+        needed = self.most_pages(num_tokens)
         if needed > self.pool.num_pages:
             raise InvalidRequestError(
                 f"{num_tokens} tokens need {needed} pages, this worker has {self.pool.num_pages}; "
@@ -130,6 +135,8 @@ class BatchScheduler:
         While it is not promoted it may lose its pages. Then it waits, and is computed again.
         """
         self._take_out(sequence)
+        if self.limits.window:  # its pages are given back no more, so others may have them too
+            self.publish_computed(sequence)
         insort(self.parked, sequence, key=_order)
 
     def promote(self, sequence: Sequence) -> None:
@@ -142,8 +149,7 @@ class BatchScheduler:
     def remove(self, sequence: Sequence) -> Seq[int]:
         """Take a sequence out and return its pages. The caller must release them."""
         self._take_out(sequence)
-        pages, sequence.pages = sequence.pages, page_table()
-        return pages
+        return self._take_pages(sequence)
 
     def retire(self, sequence: Sequence) -> Seq[int]:
         """`remove` of a sequence whose KV is right: first all its full pages are added to the prefix cache."""
@@ -239,7 +245,10 @@ class BatchScheduler:
                 num_right = len(following) if item.guesses else item.num_tokens
                 sequence.num_computed = item.start + num_right
                 sequence.token_ids.extend(following)
-                num_to_publish -= self._publish(item, num_to_publish)
+                if self.limits.window:
+                    self._slide(sequence)
+                else:
+                    num_to_publish -= self._publish(item, num_to_publish)
 
     @property
     def learns_steps(self) -> bool:
@@ -327,19 +336,64 @@ class BatchScheduler:
 
     def _give_pages(self, batch: Batch, sequence: Sequence) -> bool:
         """Give a waiting sequence pages for all its tokens, cached ones first; or no page at all."""
-        page_size = self.pool.page_size
-        num_tokens = len(sequence.token_ids)
-        cached = self.pool.acquire(self.wanted_keys(sequence))
-        needed = pages_for(num_tokens, page_size) - len(cached)
+        num_hidden, cached = self.pool.acquire_seen(self.wanted_keys(sequence), self.limits.window)
+        num_cached = num_hidden + len(cached)
+        needed = self.num_to_take(len(sequence.token_ids), num_cached)
         has_room = self._reclaim(batch, needed) if sequence.promoted else self._has_room(sequence, needed)
         fresh = self.pool.allocate(needed) if has_room else None
         if fresh is None:
             self.pool.release(cached)
             return False
-        sequence.pages = page_table(cached + fresh)
-        sequence.num_computed = sequence.num_cached = len(cached) * page_size
-        sequence.num_published = len(cached)
+        sequence.pages = page_table([0] * num_hidden + cached + fresh)
+        sequence.num_hidden = num_hidden
+        sequence.num_computed = sequence.num_cached = num_cached * self.pool.page_size
+        sequence.num_published = num_cached
         return True
+
+    def num_hidden(self, num_computed: int) -> int:
+        """Leading pages that nothing sees which is computed behind so many tokens."""
+        return num_hidden_pages(num_computed, self.pool.page_size, self.limits.window)
+
+    def num_to_take(self, num_tokens: int, num_cached: int) -> int:
+        """Pages to take for a sequence of so many tokens whose first `num_cached` pages are there, so that it takes no
+        more until all these are computed: for all of them, or for its window and a chunk."""
+        num_missing = pages_for(num_tokens, self.pool.page_size) - num_cached
+        return min(num_missing, self._most_in_window) if self.limits.window else num_missing
+
+    def most_pages(self, num_tokens: int) -> int:
+        """Pages that a sequence of so many tokens has at a time, at most; some may be cached ones, beside its own."""
+        num_pages = pages_for(num_tokens, self.pool.page_size)
+        most_cached = pages_for(self.limits.window, self.pool.page_size)
+        return min(num_pages, most_cached + self._most_in_window) if self.limits.window else num_pages
+
+    @property
+    def _most_in_window(self) -> int:
+        """Pages that a chunk is written to and that its tokens see, wherever in a page it begins."""
+        return pages_for(self.limits.window + self.limits.chunk_size - 2, self.pool.page_size) + 1
+
+    def _slide(self, sequence: Sequence) -> None:
+        """Give back the pages that no token sees any more, and take as many for the tokens that are to come."""
+        num_hidden = self.num_hidden(sequence.num_computed)
+        if num_hidden <= sequence.num_hidden:
+            return
+        if self.prefix_cache:
+            self._publish_to(sequence, num_hidden)
+        behind = slice(sequence.num_hidden, num_hidden)
+        num_available = self.pool.num_available
+        self.pool.release(sequence.pages[behind])
+        num_back = self.pool.num_available - num_available
+        sequence.pages[behind] = page_table([0] * (num_hidden - sequence.num_hidden))
+        sequence.num_hidden = num_hidden
+        if not sequence.is_decode:
+            num_missing = pages_for(len(sequence.token_ids), self.pool.page_size) - len(sequence.pages)
+            taken = self.pool.allocate(max(0, min(num_back, num_missing)))
+            assert taken is not None  # no more than came back just now
+            sequence.pages.extend(taken)
+
+    def _take_pages(self, sequence: Sequence) -> Seq[int]:
+        pages = sequence.held_pages
+        sequence.pages, sequence.num_hidden = page_table(), 0
+        return pages
 
     def wanted_keys(self, sequence: Sequence) -> PageKeys:
         """Keys of the leading pages that a waiting sequence takes from the cache if they are there."""
@@ -365,7 +419,7 @@ class BatchScheduler:
     def _reclaim(self, batch: Batch, needed: int) -> bool:
         """Preempt sequences that are not promoted until `needed` pages are available; none if that is not enough."""
         victims = sorted((s for s in (*self.running, *self.parked) if not s.promoted), key=_order)
-        holders = Counter(page for victim in victims for page in victim.pages)
+        holders = Counter(page for victim in victims for page in victim.held_pages)
         num_theirs = sum(self.pool.references(page) == num for page, num in holders.items())
         if needed > self.pool.num_available + num_theirs:
             return False
@@ -422,8 +476,7 @@ class BatchScheduler:
     def _preempt(self, batch: Batch, sequence: Sequence) -> None:
         self.publish_computed(sequence)
         self._take_out(sequence)
-        self.pool.release(sequence.pages)
-        sequence.pages = page_table()
+        self.pool.release(self._take_pages(sequence))
         sequence.num_computed = sequence.num_published = 0
         sequence.num_preemptions += 1
         insort(self.waiting, sequence, key=_order)
@@ -492,7 +545,7 @@ class BatchScheduler:
     def _publish_to(self, sequence: Sequence, end: int) -> None:
         """Add the pages before the `end`th, which are full."""
         sequence.extend_keys(self.pool.page_size, self.salt, end * self.pool.page_size)
-        begin = sequence.num_published
+        begin = max(sequence.num_published, sequence.num_hidden)
         before = sequence.keys[begin - 1] if 0 < begin < end else b""
         for page, key in zip(sequence.pages[begin:end], sequence.keys[begin:end], strict=True):
             self.pool.publish(page, key)

@@ -40,8 +40,10 @@ class Sequence:
     # False: only KV is wanted, nothing is sampled when all is computed (a prompt whose choices have journals).
     samples: bool = True
     num_computed: int = 0
-    # Invariant: covers [0, num_computed); page i holds slots [i * page_size, (i + 1) * page_size).
+    # Invariant: covers [0, num_computed); page i holds slots [i * page_size, (i + 1) * page_size). No token sees the
+    # first `num_hidden` any more: they are given back, and stand here as page 0, which nobody reads.
     pages: PageTable[int] = field(default_factory=page_table)
+    num_hidden: int = 0
     # Keys of the leading full pages; grows with the tokens, see `extend_keys`.
     keys: PageKeys = field(default_factory=PageKeys)
     num_published: int = 0  # leading pages offered to the prefix cache
@@ -69,6 +71,11 @@ class Sequence:
     def order(self) -> tuple[bool, float, int, int]:
         """Who goes first: the promoted ones; then whose turn is earlier; then first come first served."""
         return (not self.promoted, self.turn, self.arrival, self.choice)
+
+    @property
+    def held_pages(self) -> PageTable[int]:
+        """All and only the pages that it has."""
+        return self.pages[self.num_hidden :] if self.num_hidden else self.pages
 
     @property
     def num_to_compute(self) -> int:

@@ -20,7 +20,7 @@ from tokenizers import decoders, models
 from kvtransfer.extents import ArenaShape
 from kvtransfer.layout import LayoutId
 from tandem.core.errors import InternalError, TandemError
-from tandem.core.pages import PagePool, PageState
+from tandem.core.pages import PagePool, PageState, num_hidden_pages
 from tandem.core.prompt_scores import TokenScore
 from tandem.core.sampling import SampledToken, SampleRow, TokenMask
 from tandem.core.tokenizer import Tokenizer
@@ -110,11 +110,13 @@ class _Chain:
 
 
 class Memory(Arena):
-    """An arena whose pages are accounted for, and what computing does with it."""
+    """An arena whose pages are accounted for, and what computing does with it: a token reads the last `window` of its
+    sequence, itself included; 0: all."""
 
-    def __init__(self, pool: PagePool) -> None:
+    def __init__(self, pool: PagePool, window: int = 0) -> None:
         assert np.dtype(np.uint64).itemsize == _SLOT_BYTES
         self.pool = pool
+        self._window = window
         self._slots = np.zeros((NUM_LAYERS, pool.num_pages, PAGE), np.uint64)
         data = memoryview(self._slots.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
         super().__init__(ArenaShape(NUM_LAYERS, pool.num_pages, LAYOUT.extent_bytes), data)
@@ -141,12 +143,13 @@ class Memory(Arena):
         return chain.of(sequence.token_ids[:num_tokens])
 
     def compute(self, layer: int, wanted: Slots, start: int, pages: Seq[int]) -> None:
-        """One layer of one item of a step: all that comes before is read, and the new slots are written."""
-        states = {self.pool.state(page) for page in pages}
+        """One layer of one item of a step: what its tokens see before them is read, and the new slots are written."""
+        states = {self.pool.state(page) for page in pages[num_hidden_pages(start, PAGE, self._window) :]}
         assert states <= {PageState.USED}, f"a step uses pages that are {states}"
         of_layer, last = wanted ^ np.uint64(layer), len(wanted)
         slots = self._slots[layer, pages].reshape(-1)
-        assert (slots[:start] == of_layer[:start]).all(), "a step reads KV that is not its own"
+        seen = slice(max(0, start - self._window + 1) if self._window else 0, start)
+        assert (slots[seen] == of_layer[seen]).all(), "a step reads KV that is not its own"
         at = np.arange(start, last)
         self._slots[layer, np.array(pages)[at // PAGE], at % PAGE] = of_layer[start:]
 

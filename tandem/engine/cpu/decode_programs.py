@@ -39,7 +39,7 @@ class DecodePrograms:
         self._decoder = decoder
         self._attention = attention
         arena = paged.arena
-        width = min(arena.layout.num_pages_for(paged.max_context), arena.num_pages)
+        width = paged.table_width
         self._inputs = _FixedInputs(ROWS_FOR_THREADS - 1, width, arena.layout.page_size, paged.num_pages)
         # By numbers of sequences and of threads.
         self._prepared: dict[tuple[int, int], PreparedForward] = {}

@@ -80,7 +80,7 @@ class _Step:
     ) -> None:
         arena = paged.arena
         page_size = arena.layout.page_size
-        width = min(arena.layout.num_pages_for(paged.max_context), arena.num_pages)
+        width = paged.table_width
         self._inputs = _FixedInputs(num_rows, width, page_size, paged.num_pages, scratch_page, arena.device)
         on_device = self._inputs.on_device
         step = DecodeStep(

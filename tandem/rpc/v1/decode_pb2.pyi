@@ -146,7 +146,7 @@ class Grant(_message.Message):
     attempt: _builtins.int
     receiver_incarnation: _builtins.str
     num_cached_pages: _builtins.int
-    """leading logical pages that decode already holds, verified"""
+    """leading logical pages that decode holds, verified, or that no token to come sees"""
     lease_s: _builtins.float
     """how long the grant holds from when it was given"""
     capability: _builtins.bytes

@@ -259,6 +259,7 @@ def site(
     num_decode: int = 2,
     *,
     config: dict[str, Any] | None = None,
+    model: str = "embedded",
     decode_module: str = "decode_worker",
     warm: bool = True,
 ) -> Iterator[Site]:
@@ -267,8 +268,8 @@ def site(
     points = Points(directory / "points")
     quiet_config = {**SERVED, "scheduling": {"chunk_size": CONFIG["scheduling"]["chunk_size"]}}
     (directory / "reference").mkdir()
-    reference = ProcessCluster(directory / "reference", config=quiet_config)
-    cluster = ProcessCluster(directory, config=config, points=points.directory, decode_module=decode_module)
+    reference = ProcessCluster(directory / "reference", model, config=quiet_config)
+    cluster = ProcessCluster(directory, model, config, points.directory, decode_module=decode_module)
     with contextlib.ExitStack() as undo:
         reference.launch()
         undo.callback(reference.stop)

@@ -223,3 +223,11 @@ def test_tenants_that_wait_at_each_get_what_their_weights_say() -> None:
     assert alone.jain() < 0.99, (
         "one that has a router for itself gets that router's places, as long as they do not tell each other"
     )
+
+
+def test_of_a_long_prompt_pages_count_as_far_as_the_next_token_sees_them() -> None:
+    """120 tokens of 16 to a page; behind them 40 are seen, which lie in three pages."""
+    under_way = UnderWay(num_requests=1, num_ungranted=99)
+    for most_pages, fits in ((2, False), (3, True)):
+        assert under_way.may_follow(120, 1, replace(ROOM, most_pages=most_pages, window=40)) is fits
+        assert not under_way.may_follow(120, 1, replace(ROOM, most_pages=most_pages))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvtransfer.wire import kv_format
 from router.request.events import Event
 from router.request.mailbox import Mailbox
 from router.workers.session import SessionState, WorkerSession
@@ -21,6 +22,7 @@ def session_of(role: Any) -> WorkerSession:
     """A session without a stream, whose worker has said that it is idle."""
     session = WorkerSession(Member(worker_id="w", incarnation="1", role=role), lease_s=1.0, observer=Unheard())
     session.info = WorkerInfo(layout=Layout(page_size=PAGE_SIZE))
+    session.kv_format = kv_format(session.info)
     hear(session)
     return session
 

@@ -585,3 +585,84 @@ def test_all_pages_that_one_long_chunk_fills_are_published_with_it() -> None:
     scheduler.add(sequence)
     step(scheduler)
     assert num_found(scheduler, sequence) == 600
+
+
+# ---- windows
+
+
+def windowed(num_pages: int, window: int, *, chunk: int = 8, cache: bool = True) -> BatchScheduler:
+    limits = SchedulerLimits(8, 32, chunk, 100, window=window)
+    return BatchScheduler(PagePool(num_pages, PAGE), limits, salt=b"m", prefix_cache=cache)
+
+
+@pytest.mark.parametrize("window", [1, 3, 4, 5, 9, 17])
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_sequence_holds_its_window_and_a_chunk_however_long_it_is(window: int, cache: bool) -> None:
+    most = -(-(window + 8 - 2) // PAGE) + 1
+    scheduler = windowed(most, window, cache=cache)  # the first prompt finds nothing in the cache
+    long = prompt("long", 300)
+    scheduler.limits = replace(scheduler.limits, queue_bound=10)
+    scheduler.check_fits = lambda *_: None  # type: ignore[method-assign]  # it leaves room for cached pages, too
+    scheduler.add(long)
+    for _ in range(300):
+        batch = step(scheduler)
+        assert not batch.stalled
+        assert not batch.preempted
+        assert len(long.held_pages) == scheduler.pool.counts().used <= most
+        assert long.num_hidden == max(0, long.num_computed - window + 1) // PAGE
+    assert long.num_output > 200
+    scheduler.pool.release(scheduler.retire(long))
+    assert scheduler.pool.counts().used == 0
+
+
+def test_what_fits_is_what_a_window_a_chunk_and_cached_pages_take() -> None:
+    scheduler = windowed(7, 9)
+    assert scheduler.most_pages(20) == 5
+    assert scheduler.most_pages(10_000) == 3 + 5
+    scheduler.check_fits(28, "a")
+    with pytest.raises(InvalidRequestError, match="8 pages"):
+        scheduler.check_fits(10_000, "a")
+
+
+def test_a_beginning_is_found_by_what_its_next_token_sees() -> None:
+    scheduler = windowed(64, 9)
+    first = prompt("first", 40)
+    scheduler.add(first)
+    while first.num_computed < 40:
+        step(scheduler)
+    scheduler.pool.release(scheduler.retire(first))
+    keys = first.keys
+
+    def found_of(name: str) -> tuple[int, int]:
+        sequence = prompt(name, 60)
+        scheduler.add(sequence)
+        scheduler.schedule()
+        found = sequence.num_cached, sequence.num_hidden
+        scheduler.abandon()
+        scheduler.pool.release(scheduler.remove(sequence))
+        return found
+
+    scheduler.pool.discard(keys[:5])
+    assert found_of("again") == (40, 8)
+    scheduler.pool.discard(keys[8:9])  # the next token sees the seventh and the eighth page, and these are there
+    assert found_of("third") == (32, 6)
+    scheduler.pool.discard(keys[6:7])
+    assert found_of("last") == (0, 0)
+
+
+def test_two_that_share_cached_pages_both_go_on_in_pools_without_another_page() -> None:
+    """What one gives back the other may still have: each has enough of its own."""
+    scheduler = windowed(2 + 2 * 5, 9)
+    first = prompt("first", 24)
+    scheduler.add(first)
+    while first.num_computed < 24:
+        step(scheduler)
+    scheduler.pool.release(scheduler.retire(first))
+    both = [prompt(name, 100, arrival=number) for number, name in enumerate("ab")]
+    for sequence in both:
+        scheduler.add(sequence)
+    while any(sequence.num_computed < 100 for sequence in both):
+        batch = step(scheduler)
+        assert not batch.stalled
+        assert not batch.preempted
+    assert [sequence.num_cached for sequence in both] == [24, 24]

@@ -21,10 +21,11 @@ from prefill_worker.events import HandedOff
 from router.policy.route import RequestFacts, Route, Why, Wishes
 from router.policy.snapshot import Snapshot
 from router.request.request import Request
-from tandem.core.pages import pages_for
+from tandem.core.pages import PagePool
 from tandem.core.sampling import SamplingParams
 from tandem.worker.batch import Batch, SchedulerLimits
 from tandem.worker.request import AttemptSpec
+from tandem.worker.scheduler import BatchScheduler
 from tests.support.decode_node import DecodeNode
 from tests.support.handoff_world import World, WorldSpec
 from tests.support.link import LinkSpec
@@ -58,26 +59,38 @@ class AnyTime:
     share=st.sampled_from([0.01, 0.5, 0.75, 1.0]),
     cancels=st.sampled_from([0.0, 0.2]),
     ageing_s=st.sampled_from([0.0, 2.5, 1000.0]),
+    window=st.sampled_from([0, 0, 1, 5, 9]),
 )
 def test_whatever_comes_all_end(
     seed: int, num_prefills: int, num_decodes: int, slack: tuple[int, int], seqs: int, cache: bool, share: float,
-    cancels: float, ageing_s: float,
+    cancels: float, ageing_s: float, window: int,
 ) -> None:  # fmt: skip
     """Pools from just one largest request on; random prompts (some begin alike), priorities, delays and cancels."""
+    limits = [SchedulerLimits(seqs, 16, 8, 100, share, window=window) for share in (share, 1.0)]
     rng = random.Random(seed)
-    sizes = [(rng.randint(1, 14), rng.randint(2, 10), rng.randint(1, min(2, seqs))) for _ in range(NUM_REQUESTS)]
-    prefill_pages = max(pages_for(p, PAGE) for p, _, _ in sizes) + slack[0]
-    decode_pages = max(pages_for(p + o, PAGE) for p, o, _ in sizes) + slack[1]
+    longest = 54 if window else 14
+    sizes = [(rng.randint(1, longest), rng.randint(2, 10), rng.randint(1, min(2, seqs))) for _ in range(NUM_REQUESTS)]
+    most_pages = BatchScheduler(PagePool(1, PAGE), limits[0], salt=b"").most_pages
+    prefill_pages = max(most_pages(p) for p, _, _ in sizes) + slack[0]
+    decode_pages = max(most_pages(p + o) for p, o, _ in sizes) + slack[1]
 
     def place(snapshot: Snapshot, _: RequestFacts, __: Wishes) -> Route:
         return Route(rng.choice(list(snapshot.prefill)).key, rng.choice(list(snapshot.decode)).key, 0, Why.LOAD)
 
-    def node(num_pages: int, share: float) -> NodeSpec:
-        return NodeSpec(num_pages, SchedulerLimits(seqs, 16, 8, 100, share), AnyTime(rng), cache, ageing_s)
+    def node(num_pages: int, limits: SchedulerLimits) -> NodeSpec:
+        return NodeSpec(num_pages, limits, AnyTime(rng), cache, ageing_s)
 
     link = LinkSpec(fault_share=0.3, faults=["late message"], late_s=0.2)
     world = World(
-        WorldSpec(num_prefills, num_decodes, node(prefill_pages, share), node(decode_pages, 1.0), link, 0, place, seed)
+        WorldSpec(
+            num_prefills,
+            num_decodes,
+            node(prefill_pages, limits[0]),
+            node(decode_pages, limits[1]),
+            link,
+            place=place,
+            seed=seed,
+        )
     )
     at_s = world.kernel.now_s
     for number, (num_prompt, num_output, num_choices) in enumerate(sizes):

@@ -17,6 +17,7 @@ from tandem.core.sampling import SamplingParams
 from tests.support.handoff_world import DECODE, PREFILL, World, WorldSpec
 from tests.support.imports import HEAVY, loaded_by
 from tests.support.link import MESSAGE_FAULTS, WRITE_FAULTS, LinkSpec
+from tests.support.node import NodeSpec
 from tests.support.scripted_model import EOS, VOCAB, scores_of, token_of
 from tests.support.step_runner import StepTime
 from tests.support.virtual_router import InFlight
@@ -185,6 +186,31 @@ def test_who_found_no_page_goes_on_when_a_fence_frees_some_though_nothing_else_h
     assert (counts.quarantined, counts.free) == (4, 0)
     assert num_output < 20, "it stands still"
     assert world.requests["grows"].tokens == [[token_of(0, 0, position) for position in range(20)]]
+
+
+@pytest.mark.parametrize("window", [1, 6, 13])
+@pytest.mark.parametrize("is_split", [True, False], ids=["split", "colocated"])
+def test_where_tokens_see_a_window_pages_behind_it_are_never_missed(window: int, is_split: bool) -> None:
+    """Few pages, preemptions, crashes, late and lost messages; the model reads all that its tokens see, and no more."""
+
+    def windowed(spec: NodeSpec, num_pages: int) -> NodeSpec:
+        limits = replace(spec.limits, chunk_size=8, max_num_batched_tokens=24, window=window)
+        return replace(spec, num_pages=num_pages, limits=limits)
+
+    spec = WorldSpec(
+        2 if is_split else 0,
+        prefill=windowed(PREFILL, 20),
+        decode=windowed(DECODE, 4 + window),  # a request has 4, 6 and 10 at most
+        link=LinkSpec(fault_share=0.03),
+        mixed_pool_tokens=12 if is_split else 0,
+        seed=window,
+    )
+    crashes = {"decode-1": 0.5} | ({"prefill-0": 0.2} if is_split else {})
+    world = serve(spec, num_cancels=8, crashes=crashes)
+    check_tokens(world)
+    assert any(request.journal.attempt > 1 for request in world.requests.values())
+    assert sum(node.counters.num_preemptions for node in world.of_role(Role.DECODE))
+    assert sum(node.counters.num_prompt_tokens_cached for node in world.nodes.values())
 
 
 def test_the_same_seed_gives_the_same_run() -> None:

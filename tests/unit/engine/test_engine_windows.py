@@ -1,0 +1,71 @@
+"""Where every layer sees a window only, pages behind it may be anybody's: what is read of them would show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import engine_helpers as helpers
+import pytest
+import torch
+from engine_helpers import PAGE_SIZE, WINDOW
+from transformers import AutoConfig
+
+from tandem.core.pages import num_hidden_pages
+from tandem.engine import loader
+from tandem.engine.engine import SequenceInput
+
+NUM_TOKENS = 200
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return helpers.save_model("mistral", tmp_path_factory.mktemp("mistral") / "model")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "expected"),
+    [
+        ("mistral", {"sliding_window": 24}, 24),
+        ("mistral", {"sliding_window": None}, 0),
+        ("mixtral", {"sliding_window": 24}, 24),
+        ("phi3", {"sliding_window": 24, "pad_token_id": 0}, 24),
+        ("ministral", {"sliding_window": 24}, 24),
+        ("ministral", {"sliding_window": 24, "layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}, 0),
+        ("qwen2", {"sliding_window": 24, "use_sliding_window": True, "max_window_layers": 0}, 24),
+        ("qwen2", {"sliding_window": 24, "use_sliding_window": True, "max_window_layers": 20}, 0),
+        ("qwen2", {"sliding_window": 24, "use_sliding_window": False}, 0),
+        ("gemma2", {"sliding_window": 24}, 0),
+        ("gemma3_text", {"sliding_window": 24}, 0),
+        ("llama", {}, 0),
+    ],
+)
+def test_a_window_counts_where_all_layers_have_it(model_type: str, options: dict[str, object], expected: int) -> None:
+    assert loader.window_of(AutoConfig.for_model(model_type, **options)) == expected
+
+
+def test_a_context_that_is_no_longer_than_the_window_hides_nothing(model_dir: Path) -> None:
+    assert helpers.load_engine(model_dir).window == WINDOW
+    assert helpers.load_engine(model_dir, max_context=WINDOW).window == 0
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("chunk", [7, PAGE_SIZE, 50])
+def test_pages_behind_the_window_may_be_anybodys(model_dir: Path, kernels: str, chunk: int) -> None:
+    """Page 0 stands for them, and holds what is no number."""
+    engine = helpers.load_engine(model_dir, kernels=kernels)
+    tokens = torch.randint(2, 320, (NUM_TOKENS,), generator=torch.Generator().manual_seed(3)).tolist()
+    engine.arena.tensor.fill_(float("nan"))
+    whole, cut = list(range(1, 30)), list(range(30, 60))
+    steps = [(start, min(start + chunk, NUM_TOKENS - 40)) for start in range(0, NUM_TOKENS - 40, chunk)]
+    steps += [(start, start + 1) for start in range(NUM_TOKENS - 40, NUM_TOKENS)]
+    for start, end in steps:
+        num_hidden = num_hidden_pages(start, PAGE_SIZE, engine.window)
+        cut[:num_hidden] = [0] * num_hidden
+        for page in range(30, 30 + num_hidden):  # nor is it there by another way
+            for layer in range(engine.layout.num_layers):
+                engine.arena.keys(layer)[page] = engine.arena.values(layer)[page] = float("nan")
+        inputs = [SequenceInput(tokens[start:end], start, pages, end - start) for pages in (whole, cut)]
+        expected, found = (engine.forward([one]).clone() for one in inputs)
+        assert torch.equal(found, expected)
+        assert not found.isnan().any()
+    assert num_hidden > 8

@@ -3,8 +3,9 @@
 Weights and sums are float64. Each row is drawn by one thread, by itself, so neither the batch nor the threads show.
 
 First come the weights of all tokens, relative to the likeliest. What `min_p`, `top_k` and `top_p` leave is then a least
-weight, and how many of those that weigh as much: a sample of the weights says where about it lies, those above that are
-gathered, and bins narrow it down. The sums of blocks of what is left say in which block the drawn token is.
+weight, and how many of those that weigh as much: the greatest of each few neighbours say where about it lies, those
+above that are gathered, and bins narrow it down. The sums of blocks of what is left say in which block the drawn token
+is. Neighbours that are all too light are read once, when their greatest is found.
 """
 
 from __future__ import annotations
@@ -45,18 +46,20 @@ _UNDRAWN = -3
 
 #: Tokens whose weights are summed by themselves, so that the one that is drawn is found among few.
 _BLOCK = 512
-#: Weights that are looked at to guess where a cut lies; vocabularies of fewer than a few times that are taken whole.
-_SAMPLE = 512
-_FEW = 8 * _SAMPLE
-#: The guess leaves out what is at most this share of what may be left out.
-_CAUTION = 0.8
-#: Weights that are passed over together where all of them make less than the least that is looked for.
-_GROUP = 64
-#: Bins that a cut is looked for in, and from how many members on they are made.
+#: Weights that are passed over together where the greatest of them is less than the least that is looked for; a part of
+#: a block.
+_GROUP = 32
+#: Where a cut lies is guessed from those greatest, but in vocabularies of fewer than so many tokens, and where more
+#: than this share of the groups has one above it: what is left is then a good part of the whole.
+_FEW, _MOST_ABOVE = 4096, 0.95
+#: The guess takes in this share more of what may be left out.
+_CAUTION = 0.1
+#: Bins that a cut is looked for in, half as many where it is guessed, and from how many members on they are made.
 _BINS = 1024
+_STEPS = _BINS // 2
 _SORTED = 64
-#: Ciura's, for as many as are sorted.
-_GAPS = (301, 132, 57, 23, 10, 4, 1)
+#: Ciura's, for as many as are sorted; more are all alike.
+_GAPS = (57, 23, 10, 4, 1)
 
 _jit = numba.njit(nogil=True, error_model="numpy")
 _jit_fast = numba.njit(nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz", "arcp", "nnan"})
@@ -83,6 +86,16 @@ def _emit_as_real(_context: Any, builder: Any, _signature: Any, arguments: Any) 
 def _as_real(_typing, _bits):  # type: ignore[no-untyped-def]
     """The float32 of these bits."""
     return types.float32(types.int32), _emit_as_real
+
+
+def _emit_as_weight(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+    return builder.bitcast(arguments[0], ir.DoubleType())
+
+
+@intrinsic
+def _as_weight(_typing, _bits):  # type: ignore[no-untyped-def]
+    """The float64 of these bits."""
+    return types.float64(types.int64), _emit_as_weight
 
 
 @_jit
@@ -145,30 +158,55 @@ def _sum(values, num):  # type: ignore[no-untyped-def] # pragma: no cover - comp
     return total
 
 
-@_jit
-def _gather(weights, num, least, kept):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    """Those of at least `least`; `kept` may be where they are. Returns how many."""
-    count = 0
+@_jit_fast
+def _find_tops(weights, num, tops):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """Write the greatest of each group."""
     for first in range(0, num, _GROUP):
-        end = min(first + _GROUP, num)
-        if _sum(weights[first:end], end - first) < least:
-            continue
-        for index in range(first, end):
-            # Written always and counted where it holds: no branch that a CPU guesses wrong.
-            weight = weights[index]
-            kept[count] = weight
-            count += weight >= least
+        top = 0.0
+        for index in range(_GROUP):
+            weight = weights[first + index]
+            top = weight if weight > top else top
+        tops[first // _GROUP] = top
+
+
+@_jit
+def _keep(weights, first, end, least, kept, count):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """Write those of `[first, end)` that are at least `least` behind the `count` that are kept; `kept` may be where
+    they are. Returns how many it are then."""
+    for index in range(first, end):
+        # Written always and counted where it holds: no branch that a CPU guesses wrong.
+        weight = weights[index]
+        kept[count] = weight
+        count += weight >= least
     return count
 
 
-@_jit_fast
-def _extremes(weights, num):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    least = greatest = weights[0]
+@_jit
+def _gather(weights, num, least, tops, kept):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """Those of at least `least`. Returns how many."""
+    count = 0
+    for first in range(0, num, _GROUP):
+        if tops[first // _GROUP] >= least:
+            count = _keep(weights, first, first + _GROUP, least, kept, count)
+    return count
+
+
+@_jit
+def _extremes(numbers, num):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    least = greatest = numbers[0]
     for index in range(1, num):
-        weight = weights[index]
-        least = weight if weight < least else least
-        greatest = weight if weight > greatest else greatest
+        least = min(least, numbers[index])
+        greatest = max(greatest, numbers[index])
     return least, greatest
+
+
+@_jit
+def _shift(most, num):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """By how many bits whole numbers of up to `most` are shifted to be below `num`."""
+    shift = 0
+    while most >> shift >= num:
+        shift += 1
+    return shift
 
 
 @_jit
@@ -191,14 +229,15 @@ def _edge(source, num, wanted, by_weight, members, bins):  # type: ignore[no-unt
     """
     above = 0.0  # what all have that are heavier than those in `source`
     while num > _SORTED:
-        least, greatest = _extremes(source, num)
-        per_weight = (_BINS - 1) / (greatest - least)
-        if not per_weight < np.inf:  # all alike, or as good as
+        # By their bits, whole numbers in the same order: bins are fine where weights are small, and where all are near.
+        bits = source.view(np.int64)
+        least, greatest = _extremes(bits, num)
+        if least == greatest:
             break
+        shift = _shift(greatest - least, _BINS)
         bins[:] = 0.0
         for index in range(num):
-            weight = source[index]
-            bins[int((greatest - weight) * per_weight)] += weight if by_weight else 1.0
+            bins[(greatest - bits[index]) >> shift] += source[index] if by_weight else 1.0
         place, last = 0, 0
         before = above
         while place < _BINS and above + bins[place] < wanted:
@@ -210,9 +249,9 @@ def _edge(source, num, wanted, by_weight, members, bins):  # type: ignore[no-unt
             place, above = last, before
         count = 0
         for index in range(num):
-            weight = source[index]
-            members[count] = weight
-            count += int((greatest - weight) * per_weight) == place
+            is_member = (greatest - bits[index]) >> shift == place
+            members[count] = source[index]
+            count += is_member
         source, num = members, count
     for index in range(num):
         members[index] = source[index]
@@ -230,42 +269,71 @@ def _edge(source, num, wanted, by_weight, members, bins):  # type: ignore[no-unt
 
 
 @_jit
-def _below_edge(weights, num, wanted, by_weight, total, kept):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    """Gather the heaviest that surely have `wanted`, as `_edge` has it. Returns how many; -1: it may be most."""
+def _below_share(tops, wanted, total, bins):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """A weight above which are probably, and hardly more than, those that have `wanted` of `total`; -1: many have it.
+
+    Each group whose greatest is above a weight has one token there at least. In all there are more of them: as many as
+    balls are thrown until so many groups have one. They weigh about what those greatest do.
+    """
+    num_groups = len(tops)
+    bits = tops.view(np.int64)
+    low, high = _extremes(bits, num_groups)
+    if low == high:
+        return -1.0
+    shift = _shift(high - low, _STEPS)
+    numbers, sums = bins[:_STEPS], bins[_STEPS:]
+    bins[:] = 0.0
+    for group in range(num_groups):
+        step = (high - bits[group]) >> shift
+        numbers[step] += 1.0
+        sums[step] += tops[group]
+    goal = wanted + _CAUTION * (total - wanted)
+    num_above, reached, thrown = 0.0, 0.0, 0.0
+    for step in range(_STEPS):
+        if numbers[step] == 0.0:
+            continue
+        num_above += numbers[step]
+        if num_above > _MOST_ABOVE * num_groups:
+            break
+        before, thrown = thrown, -num_groups * np.log(1.0 - num_above / num_groups)
+        reached += sums[step] * (thrown - before) / numbers[step]
+        if reached >= goal:
+            return _as_weight(max(low, high - ((step + 1) << shift) + 1))
+    return -1.0
+
+
+@_jit
+def _below_edge(weights, num, wanted, by_weight, total, tops, kept, members, bins):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """Gather the heaviest that surely have `wanted`, as `_edge` has it. Returns how many; -1: it may be many."""
     if num < _FEW:
         return -1
-    stride = num // _SAMPLE
-    for index in range(_SAMPLE):
-        kept[index] = weights[index * stride]
-    _sort(kept, _SAMPLE)
-    rising = kept[:_SAMPLE].copy()
     if by_weight:
-        out, place = _CAUTION * (total - wanted) / stride, 0
-        while place < _SAMPLE - 1 and out > rising[place]:
-            out -= rising[place]
-            place += 1
+        least = _below_share(tops, wanted, total, bins)
+    elif wanted <= len(tops):
+        least, _ = _edge(tops, len(tops), wanted, False, members, bins)  # a token of each of so many groups
     else:
-        place = _SAMPLE - 2 - int(2 * wanted / stride)
-    while place > _SAMPLE // 2:
-        count = _gather(weights, num, rising[place], kept)
-        if (_sum(kept, count) if by_weight else float(count)) >= wanted:
-            return count
-        place -= max(16, _SAMPLE - place)
-    return -1
+        least = -1.0
+    if least < 0.0:
+        return -1
+    count = _gather(weights, num, least, tops, kept)
+    return count if not by_weight or _sum(kept, count) >= wanted else -1
 
 
 @_jit_fast
-def _sum_blocks(weights, num, edge, num_ties, sums, ties):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+def _sum_blocks(weights, num, edge, num_ties, tops, sums, ties):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """Write by block the sums of what weighs more than `edge` and of the first `num_ties` that weigh as much, and how
     many of those are left to it. Returns the sum of all."""
     total = 0.0
     for first in range(0, num, _BLOCK):
         of_block, ties_of_block = 0.0, 0.0
         ties[first // _BLOCK] = num_ties
-        for index in range(first, min(first + _BLOCK, num)):
-            weight = weights[index]
-            of_block += weight if weight > edge else 0.0
-            ties_of_block += 1.0 if weight == edge else 0.0
+        for begin in range(first, min(first + _BLOCK, num), _GROUP):
+            if tops[begin // _GROUP] < edge:
+                continue
+            for index in range(_GROUP):
+                weight = weights[begin + index]
+                of_block += weight if weight > edge else 0.0
+                ties_of_block += 1.0 if weight == edge else 0.0
         ties_of_block = min(ties_of_block, num_ties)
         num_ties -= ties_of_block
         of_block += ties_of_block * edge
@@ -300,26 +368,27 @@ def _find(weights, num, edge, sums, ties, goal):  # type: ignore[no-untyped-def]
 
 @_jit
 def _draw(num, total, top_k, top_p, min_p, number, room):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    weights, sums, ties, kept, members, bins = room
+    weights, sums, tops, ties, kept, members, bins = room
     edge, num_ties = 0.0, float(num)
     source, count = weights, num
+    if min_p > 0.0 or top_k > 0 or top_p < 1.0:
+        _find_tops(weights, num, tops)
     if min_p > 0.0:
-        edge, source, count = min_p, kept, _gather(weights, num, min_p, kept)
+        edge, source, count = min_p, kept, _gather(weights, num, min_p, tops, kept)
     if 0 < top_k < count:
         if count == num:
-            count = _below_edge(weights, num, float(top_k), False, total, kept)
+            count = _below_edge(weights, num, float(top_k), False, total, tops, kept, members, bins)
             source, count = (weights, num) if count < 0 else (kept, count)
         edge, _ = _edge(source, count, float(top_k), False, members, bins)
-        count = _gather(source, count, edge, kept)
-        source = kept
+        source, count = kept, _keep(source, 0, count, edge, kept, 0)
     if top_p < 1.0:
         goal = top_p * (total if count == num else _sum(source, count))
         if count == num:
-            count = _below_edge(weights, num, goal, True, total, kept)
+            count = _below_edge(weights, num, goal, True, total, tops, kept, members, bins)
             source, count = (weights, num) if count < 0 else (kept, count)
         edge, num_ties = _edge(source, count, goal, True, members, bins)
     if edge > 0.0:
-        total = _sum_blocks(weights, num, edge, num_ties, sums, ties)
+        total = _sum_blocks(weights, num, edge, num_ties, tops, sums, ties)
     return _find(weights, num, edge, sums, ties, number * total)
 
 
@@ -330,9 +399,11 @@ def _draw_rows(first, end, arguments):  # type: ignore[no-untyped-def] # pragma:
     reals = numba.carray(float64s(settings), (end, _REALS))
     counts = numba.carray(int64s(top_ks), end)
     tokens = numba.carray(int64s(drawn), end)
+    num_groups = (num + _GROUP - 1) // _GROUP
     room = (
-        np.empty(num, np.float64),
+        np.zeros(num_groups * _GROUP, np.float64),  # behind the last token too, so that all groups are whole
         np.empty(num // _BLOCK + 1, np.float64),
+        np.empty(num_groups, np.float64),
         np.empty(num // _BLOCK + 1, np.float64),
         np.empty(num + 1, np.float64),
         np.empty(num, np.float64),

@@ -239,6 +239,7 @@ class DecodeRole:
         if self.ledger.has(job) and job.state is AttemptState.NEW:
             self._push(job)
         self.give_pages()  # reading has held some, too
+        self._to_runner(self.snapshot)  # as in `lift`
 
     def _push(self, job: DecodeJob) -> None:
         try:

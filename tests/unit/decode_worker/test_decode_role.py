@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -21,6 +21,7 @@ from tandem.core.clock import VirtualClock
 from tandem.core.errors import DrainingError, OverloadedError, TandemError
 from tandem.core.pages import PagePool
 from tandem.core.sampling import SampledToken, SampleRow, SamplingParams
+from tandem.core.tiers import Fetched
 from tandem.worker.batch import SchedulerLimits
 from tandem.worker.counters import WorkerCounters
 from tandem.worker.drafts import DraftInput, Drafts
@@ -543,6 +544,47 @@ def test_guesses_say_nothing_of_how_fast_prompts_are_computed() -> None:
         world.step()
     assert world.counters.num_guesses
     assert [num for num in rates.told if num] == [3], "the prompt alone"
+
+
+class SlowTiers(Rates):
+    """Tiers that read for each prompt, into pages of the pool, until a test ends that."""
+
+    def __init__(self, pool: PagePool, num_pages: int) -> None:
+        super().__init__()
+        self.pool = pool
+        self.num_pages = num_pages
+        self.ends: list[Callable[[], None]] = []
+
+    def fetch(self, _: Any, then: Fetched, **__: Any) -> bool:
+        pages = self.pool.allocate(self.num_pages)
+        assert pages is not None
+
+        def end() -> None:
+            self.pool.release(pages)
+            then(())
+
+        self.ends.append(end)
+        return True
+
+
+def test_what_rests_for_want_of_pages_goes_on_when_a_read_gives_them_back() -> None:
+    """The runner rests until it is told of something: also where who had them read for it is gone."""
+    world = World(num_pages=4)
+    world.reserve("generates", local=99)
+    world.step()
+    world.scheduler.tiers = tiers = cast(Any, SlowTiers(world.pool, num_pages=2))
+    fetching = world.reserve("fetches", local=99)
+    for _ in range(2):
+        world.step()
+    world.role.cancel(fetching)
+    assert world.scheduler.schedule().stalled, "its two pages are full"
+    calls: list[Callable[[], None]] = []
+    world.role._to_runner = calls.append
+    tiers.ends.pop()()
+    assert calls, "nothing wakes the runner"
+    while world.role.ledger.attempts:
+        world.step()
+    world.assert_empty()
 
 
 # -- colocated

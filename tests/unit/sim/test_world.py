@@ -172,6 +172,19 @@ def test_a_long_prompts_reservation_holds_back_short_ones_as_the_ledger_says() -
     assert came_s[4] == pytest.approx(handed_off_s + 2 * (MESSAGE_S + of_short_s))
 
 
+def test_requests_wait_behind_the_router_s_gate_and_short_prompts_overtake_long_ones() -> None:
+    """Once it is known how fast prompts are computed."""
+    long = [Arrival(number, 1.0, 1000, 2) for number in range(1, 21)]
+    world = World(SHAPE)
+    at_prefill: list[int] = []
+    for at_s in (1.1, 2.0, 3.0):
+        world.kernel.at(at_s, lambda: at_prefill.append(len(world.machines[WorkerKey("prefill-0", "1")].choices)))
+    outcomes = world.run([Arrival(0, 0.0, 1000, 2), *long, Arrival(21, 1.1, 32, 2)])
+    assert max(at_prefill) <= 4, "one is computed, one may be on its way out, and two wait for it"
+    assert outcomes[-1].ttft_s < 0.7
+    assert max(one.ttft_s for one in outcomes) > 5
+
+
 def test_what_the_router_knows_of_an_idle_worker_is_that_it_is_idle() -> None:
     arrivals = [Arrival(number, 0.1 * number, 100, 1 + number % 2) for number in range(20)]
     world, _ = simulated(SHAPE, arrivals)

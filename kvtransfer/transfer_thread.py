@@ -233,6 +233,9 @@ class TransferThread:
         try:
             self._on_event(event)
         except Exception as error:  # noqa: BLE001 - handed on; one bad callback must not stop the other transfers
+            if self._stopping and isinstance(error, TransportError):  # it wanted to write once more
+                _log.info("what follows on %s is not begun: %s", type(event).__name__, error)
+                return
             _log.exception("the receiver of transfer events failed")
             self._on_error(error)
 

@@ -14,7 +14,15 @@ import pytest
 from kvtransfer.extents import Descriptor
 from kvtransfer.transfer_thread import TransferThread, _pause_s
 from kvtransfer.transports.base import Transport
-from kvtransfer.transports.events import PeerId, ThreadEvent, TransportEvent, WriteArrived, WriteFailed, WritePosted
+from kvtransfer.transports.events import (
+    PeerId,
+    ThreadEvent,
+    TransportEvent,
+    WriteArrived,
+    WriteCompleted,
+    WriteFailed,
+    WritePosted,
+)
 from kvtransfer.transports.loopback import Fault, FaultPlan, LoopbackNetwork, LoopbackTransport
 from tandem.core.errors import TransportError
 from tests.support.waiting import wait_until
@@ -254,6 +262,35 @@ def test_stopping_closes_the_transport_and_fails_what_is_queued(pair: tuple[Work
     with pytest.raises(TransportError, match="closed"):
         here.transport.poll()
     here.thread.stop()
+    assert not here.errors
+
+
+def test_that_nothing_more_is_written_while_it_stops_is_no_failure(pair: tuple[Worker, Worker, PeerId]) -> None:
+    """A window has room again, and who waited for it writes: just then its worker is stopped, in order."""
+    here, _, peer = pair
+    completed, is_stopping = threading.Event(), threading.Event()
+    refused: list[TransportError] = []
+
+    def write_once_more(event: ThreadEvent) -> None:
+        if not isinstance(event, WriteCompleted):
+            return
+        completed.set()
+        assert is_stopping.wait(5)
+        with pytest.raises(TransportError) as caught:
+            here.thread.write(peer, ONE, b"b")
+        refused.append(caught.value)
+        raise caught.value
+
+    here.thread._on_event = write_once_more
+    here.thread.write(peer, ONE, b"a")
+    assert completed.wait(5)
+    stopper = threading.Thread(target=here.thread.stop)
+    stopper.start()
+    wait_until(lambda: here.thread._stopping, "the stop")
+    is_stopping.set()
+    stopper.join(5)
+    assert not here.thread.is_alive
+    assert refused
     assert not here.errors
 
 

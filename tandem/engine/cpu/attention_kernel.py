@@ -3,9 +3,11 @@
 Pages hold float32, or numbers of fewer bits, which become float32 exactly. The scale of a head's whole numbers is
 applied to its score, and to the weight of its values.
 
-Blocks of several rows go KV head by KV head, with a lane for each query (`attention_lanes`). A row that is alone reads
-a page in the order of memory, for all KV heads, and up to three heads share each vector that is loaded. Both give the
-same bits. Softmax is online, page by page.
+Blocks of many rows go KV head by KV head, with a lane for each query (`attention_lanes`). The few rows of a small
+block, and all query heads that share a KV head, use a page together while it is in the L1 cache. Up to three heads
+share each vector that is loaded of V, and of K where the row is alone. A row that is alone reads a page in the order of
+memory, for all KV heads; several rows read it KV head by KV head. All give the same bits. Softmax is online, page by
+page.
 """
 
 from __future__ import annotations
@@ -45,6 +47,11 @@ _LANES, _VECTOR_BYTES = _vec.lanes, _vec.num_bytes
 _TILE_HEADS = 3
 #: Slots of a tile. A row alone takes one of each KV head before the next slots.
 _TILE_SLOTS = 4
+#: Rows that go over a page together without lanes, at most; and how many lanes a block must fill to have them: below,
+#: lanes that rest and the unpacking of pages cost more than they save.
+_FEW_ROWS, _FEWEST_LANES = 8, 2 * _LANES
+#: No more lanes than these in a last vector are worth that vector.
+_TAIL_LANES = _LANES * 3 // 8
 # Keys are prefetched twice, because a CPU with too many outstanding prefetches drops some: once with the next page, and
 # once so many bytes ahead, which is still early enough.
 _NEAR_BYTES = 8192
@@ -252,7 +259,8 @@ _greatest = vir.kernel(2, 1, types.float32, _emit_greatest)
 _weight = vir.kernel(0, 1, types.float32, _emit_weight)
 _exponentials = vir.kernel(2, 1, types.float32, _emit_exponentials)
 # A row alone waits for memory: each key serves several heads, and what comes next is fetched evenly, in the order in
-# which it lies there.
+# which it lies there. Some rows find the page in the cache, where sums of whole vectors of slots cost the least. The
+# scores are the same bits.
 
 
 def _scores_of(kind: int) -> Any:
@@ -267,6 +275,10 @@ def _scores_of(kind: int) -> Any:
     )
 
 
+def _scores_of_many(kind: int) -> Any:
+    return _tiles_by(lambda _, __, ahead: _score_tile(kind, 1, _LANES, ahead=ahead, unrolled=4), 7, 1)
+
+
 def _values_of(kind: int) -> Any:
     return _tiles_by(lambda heads, large, ahead: _value_tile(kind, heads, 4 if large else 1, ahead=ahead), 8, 0)
 
@@ -278,6 +290,7 @@ def _values_of_half(kind: int) -> Any:
 
 _KINDS = FLOAT32, BFLOAT16, INT8
 _scores_float32, _scores_bfloat16, _scores_int8 = map(_scores_of, _KINDS)
+_many_float32, _many_bfloat16, _many_int8 = map(_scores_of_many, _KINDS)
 _values_float32, _values_bfloat16, _values_int8 = map(_values_of, _KINDS)
 _half_float32, _half_bfloat16, _half_int8 = map(_values_of_half, _KINDS)
 
@@ -308,6 +321,24 @@ def _score(kind, heads, query, head_bytes, key, token_bytes, slots, scores, stri
         else:
             _scores_float32(heads, four, query, head_bytes, k, token_bytes, s, stride, ahead, scale)
         slot += _TILE_SLOTS if four else 1
+
+
+@numba.njit(nogil=True, inline="always")
+def _score_many(kind, query, head_bytes, key, token_bytes, slots, room, scores, ahead, scale):  # type: ignore[no-untyped-def] # pragma: no cover
+    """As `_score`, of one query, and with some more keys that are worth nothing: there are `room` of them."""
+    slot = 0
+    while slot + _LANES <= room and slot < slots:
+        k, s = key + slot * token_bytes, scores + slot * FLOAT_BYTES
+        if kind == BFLOAT16:
+            _many_bfloat16(1, True, query, head_bytes, k, token_bytes, s, 0, ahead, scale)
+        elif kind == INT8:
+            _many_int8(1, True, query, head_bytes, k, token_bytes, s, 0, ahead, scale)
+        else:
+            _many_float32(1, True, query, head_bytes, k, token_bytes, s, 0, ahead, scale)
+        slot += _LANES
+    if slot < slots:
+        k, s = key + slot * token_bytes, scores + slot * FLOAT_BYTES
+        _score(kind, 1, query, head_bytes, k, token_bytes, slots - slot, s, 0, ahead, scale)
 
 
 @numba.njit(nogil=True, inline="always")
@@ -375,7 +406,7 @@ def _walk_row(  # type: ignore[no-untyped-def] # pragma: no cover
 
 
 @numba.njit(nogil=True, inline="always")
-def _weigh(scores, at, place, low, slots, softcap, total, weight_sum, greatest, head):  # type: ignore[no-untyped-def] # pragma: no cover
+def _weigh(scores, at, place, low, slots, softcap, total, weight_sum, greatest, row, head):  # type: ignore[no-untyped-def] # pragma: no cover
     """Scores of a head with `slots` slots from `low` on, the row `place` of `scores` at address `at`, become weights.
 
     Online softmax: what was summed so far of the head (`total`, `weight_sum`) is rescaled where a score is greater.
@@ -388,14 +419,27 @@ def _weigh(scores, at, place, low, slots, softcap, total, weight_sum, greatest, 
         scores[place, slot] = -np.inf
     for slot in range(low + slots, vectors * _LANES):
         scores[place, slot] = -np.inf
-    page_greatest = _greatest(at, vectors, greatest[head])
-    if page_greatest > greatest[head]:
-        rescale = _weight(greatest[head] - page_greatest)
-        greatest[head] = page_greatest
-        weight_sum[head] *= rescale
-        for dim in range(total.shape[1]):
-            total[head, dim] *= rescale
-    weight_sum[head] += _exponentials(at, vectors, page_greatest)
+    page_greatest = _greatest(at, vectors, greatest[row, head])
+    if page_greatest > greatest[row, head]:
+        rescale = _weight(greatest[row, head] - page_greatest)
+        greatest[row, head] = page_greatest
+        weight_sum[row, head] *= rescale
+        for dim in range(total.shape[2]):
+            total[row, head, dim] *= rescale
+    weight_sum[row, head] += _exponentials(at, vectors, page_greatest)
+
+
+@numba.njit(nogil=True, inline="always")
+def _seen(position, page_size, window):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """What a row sees of a page that begins `position` tokens before its own: the first slot, and how many."""
+    low = max(position - window + 1, 0) if window > 0 else 0
+    return low, min(position + 1, page_size) - low
+
+
+@numba.njit(nogil=True, inline="always")
+def _has_lanes(num_rows, group):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """Whether a block of so many rows goes with a lane for each query."""
+    return num_rows > _FEW_ROWS or (num_rows > 1 and num_rows * group >= _FEWEST_LANES)
 
 
 @numba.njit(nogil=True, inline="always")
@@ -416,69 +460,114 @@ def _attend(kind, first, end, arguments):  # type: ignore[no-untyped-def] # prag
     blocks = numba.carray(int64s(blocks_at), (num_blocks, 4))
     tables = numba.carray(int32s(tables_at), (num_tables, table_width))
     output, sinks = float32s(output_at), float32s(sinks_at)
-    scores = np.empty((num_own, padded), dtype=np.float32)
-    total = np.empty((num_own, head_dim), dtype=np.float32)
-    weight_sum = np.empty(num_own, dtype=np.float32)
-    greatest = np.empty(num_own, dtype=np.float32)
+    scores = np.empty((max(_FEW_ROWS, own) * group, padded), dtype=np.float32)
+    total = np.empty((_FEW_ROWS, num_own, head_dim), dtype=np.float32)
+    weight_sum = np.empty((_FEW_ROWS, num_own), dtype=np.float32)
+    greatest = np.empty((_FEW_ROWS, num_own), dtype=np.float32)
     at, stride = scores.ctypes.data, padded * FLOAT_BYTES
     most_lanes = 0
     for item in range(first, end):
-        if blocks[item // splits, 2] > 1:
+        if _has_lanes(blocks[item // splits, 2], group):
             most_lanes = max(most_lanes, blocks[item // splits, 2] * group)
     scratch = make_scratch(most_lanes, head_dim, page_size)
     for item in range(first, end):
         table, first_row, num_rows, first_position = blocks[item // splits]
-        first_kv_head = item % splits * own
-        if num_rows > 1:
-            for kv_head in range(first_kv_head, first_kv_head + own):
+        first_head = (item % splits) * own
+        if _has_lanes(num_rows, group):
+            for kv_head in range(first_head, first_head + own):
                 attend_lanes(
                     kind, query, num_heads, head_dim, pages, tables[table], kv_heads, kv_head, page_size, first_row,
                     num_rows, first_position, scaling, window, softcap, sinks_at, output_at, scratch,
                 )  # fmt: skip
             continue
-        first_head = first_kv_head * group
-        total[:] = 0
-        weight_sum[:] = 0
-        greatest[:] = -np.inf
+        total[:num_rows] = 0
+        weight_sum[:num_rows] = 0
+        greatest[:num_rows] = -np.inf
         if sinks_at:  # as a first score, whose value is zero
-            weight_sum[:] = 1
+            weight_sum[:num_rows] = 1
             for head in range(num_own):
-                greatest[head] = sinks[first_head + head]
+                greatest[:num_rows, head] = sinks[first_head * group + head]
         first_seen = max(first_position - window + 1, 0) if window > 0 else 0
-        for index in range(first_seen // page_size, first_position // page_size + 1):
+        for index in range(first_seen // page_size, (first_position + num_rows - 1) // page_size + 1):
             page = pages + tables[table, index] * 2 * page_size * token_bytes
-            # Memory would rest while a page is computed. So each step fetches the same part of the page that comes
-            # next, here or in the next block.
-            if index < first_position // page_size:
+            # Memory would rest while a page is computed. So each step of its first row fetches the same part of the
+            # page that comes next, in this block or in the next one.
+            if index < (first_position + num_rows - 1) // page_size:
                 ahead = pages + tables[table, index + 1] * 2 * page_size * token_bytes - page
             elif item + 1 < num_blocks * splits:
                 ahead = pages + tables[blocks[(item + 1) // splits, 0], 0] * 2 * page_size * token_bytes - page
             else:
                 ahead = 0
-            # All heads of a page before the next page: its memory comes once.
-            low = max(first_seen - index * page_size, 0)
-            slots = min(first_position + 1 - index * page_size, page_size) - low
-            key = page + first_kv_head * kv_bytes + low * token_bytes
-            queries = query + (first_row * num_heads + first_head) * head_bytes
-            seen = at + low * FLOAT_BYTES
-            _walk_row(
-                kind, False, queries, head_bytes, own, group, key, kv_bytes, token_bytes, slots, seen, stride,
-                ahead, scaling,
-            )  # fmt: skip
-            value = key + page_size * token_bytes
+            # All heads and rows of a page before the next page: its memory comes once.
+            if num_rows == 1:  # it sees something of each of its pages
+                low, slots = _seen(first_position - index * page_size, page_size, window)
+                key = page + first_head * kv_bytes + low * token_bytes
+                seen = at + low * FLOAT_BYTES
+                queries = query + (first_row * num_heads + first_head * group) * head_bytes
+                _walk_row(
+                    kind, False, queries, head_bytes, own, group, key, kv_bytes, token_bytes, slots, seen, stride,
+                    ahead, scaling,
+                )  # fmt: skip
+                value = key + page_size * token_bytes
+                for head in range(num_own):
+                    _weigh(
+                        scores, at + head * stride, head, low, slots, softcap, total, weight_sum, greatest, 0, head
+                    )
+                    if SCALE_BYTES[kind]:
+                        _scale(seen + head * stride, value + head // group * kv_bytes + head_dim, token_bytes, slots)
+                sums = total.ctypes.data
+                _walk_row(
+                    kind, True, sums, head_bytes, own, group, value, kv_bytes, token_bytes, slots, seen, stride,
+                    ahead, scaling,
+                )  # fmt: skip
+                continue
+            for kv_head in range(own):
+                fetch = ahead
+                keys = page + (first_head + kv_head) * kv_bytes
+                # Each of the three parts for all rows: within a part no row waits for another.
+                for row in range(num_rows):
+                    low, slots = _seen(first_position + row - index * page_size, page_size, window)
+                    if slots < 1:
+                        continue
+                    head = (first_row + row) * num_heads + (first_head + kv_head) * group
+                    for member in range(group):
+                        _score_many(
+                            kind, query + (head + member) * head_bytes, head_bytes, keys + low * token_bytes,
+                            token_bytes, slots, page_size - low,
+                            at + (row * group + member) * stride + low * FLOAT_BYTES, fetch, scaling,
+                        )  # fmt: skip
+                        fetch = 0
+                for row in range(num_rows):
+                    low, slots = _seen(first_position + row - index * page_size, page_size, window)
+                    if slots < 1:
+                        continue
+                    value = keys + (page_size + low) * token_bytes
+                    for member in range(group):
+                        head, place = kv_head * group + member, row * group + member
+                        _weigh(
+                            scores, at + place * stride, place, low, slots, softcap, total, weight_sum, greatest, row,
+                            head,
+                        )  # fmt: skip
+                        if SCALE_BYTES[kind]:
+                            _scale(at + place * stride + low * FLOAT_BYTES, value + head_dim, token_bytes, slots)
+                fetch = ahead
+                for row in range(num_rows):
+                    low, slots = _seen(first_position + row - index * page_size, page_size, window)
+                    if slots < 1:
+                        continue
+                    value = keys + (page_size + low) * token_bytes
+                    for member in range(0, group, _TILE_HEADS):
+                        heads = min(_TILE_HEADS, group - member)
+                        weights = at + (row * group + member) * stride + low * FLOAT_BYTES
+                        sums = total.ctypes.data + (row * num_own + kv_head * group + member) * head_bytes
+                        _add_values(kind, heads, weights, stride, value, token_bytes, slots, sums, head_bytes, fetch)
+                        fetch = 0
+        for row in range(num_rows):
             for head in range(num_own):
-                _weigh(scores, at + head * stride, head, low, slots, softcap, total, weight_sum, greatest, head)
-                if SCALE_BYTES[kind]:
-                    _scale(seen + head * stride, value + head // group * kv_bytes + head_dim, token_bytes, slots)
-            _walk_row(
-                kind, True, total.ctypes.data, head_bytes, own, group, value, kv_bytes, token_bytes, slots, seen,
-                stride, ahead, scaling,
-            )  # fmt: skip
-        for head in range(num_own):
-            inverse = np.float32(1.0) / weight_sum[head]
-            place = (first_row * num_heads + first_head + head) * head_dim
-            for dim in range(head_dim):
-                output[place + dim] = total[head, dim] * inverse
+                inverse = np.float32(1.0) / weight_sum[row, head]
+                place = ((first_row + row) * num_heads + first_head * group + head) * head_dim
+                for dim in range(head_dim):
+                    output[place + dim] = total[row, head, dim] * inverse
 
 
 def _attend_float32(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
@@ -516,13 +605,23 @@ def row_blocks(spans: Iterable[tuple[int, int, int, int]], group: int) -> np.nda
     Returns:
         `[blocks, 4]` int64, the same four for each block.
     """
-    most = max(BLOCK_LANES // group, 2)
-    blocks = [
-        (table, row + done, min(most, num_rows - done), position + done)
-        for table, row, num_rows, position in spans
-        for done in range(0, num_rows, most)
-    ]
+    blocks = []
+    for table, row, num_rows, position in spans:
+        done = 0
+        while done < num_rows:
+            count = _rows_of_block(num_rows - done, group)
+            blocks.append((table, row + done, count, position + done))
+            done += count
     return np.array(blocks, dtype=np.int64)
+
+
+def _rows_of_block(num_rows: int, group: int) -> int:
+    """How many of these rows the first block has."""
+    count = min(max(BLOCK_LANES // group, 2), num_rows)
+    if count * group < _FEWEST_LANES:
+        return min(count, _FEW_ROWS)
+    tail = count * group % _LANES
+    return max(count - -(-tail // group), 1) if 0 < tail <= _TAIL_LANES else count
 
 
 class Reads:

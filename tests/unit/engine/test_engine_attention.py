@@ -20,7 +20,7 @@ from tandem.engine.attention.interface import ForwardContext, current_forward, p
 from tandem.engine.attention.reference import AttentionParams, ReferenceAttention
 from tandem.engine.batch import PagedBatch, SequenceInput, build_batch
 from tandem.engine.cpu.attention import CPUAttention
-from tandem.engine.cpu.attention_kernel import ATTEND
+from tandem.engine.cpu.attention_kernel import ATTEND, row_blocks
 from tandem.engine.cpu.vector_ir import has_wide_vectors
 from tandem.engine.cuda.attention import refusal
 from tandem.engine.cuda.decode_step import DecodeStep
@@ -176,6 +176,16 @@ def test_rows_do_not_depend_on_how_a_chunk_is_cut(shape: tuple[int, int, int, in
                     begin = end
             cut = build_batch(pieces, page_size, torch.device("cpu"))
             assert torch.equal(CPUAttention(num_threads=2).attend(cut, arena, 0, query, params), whole), lengths
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 7, 17, 71])
+def test_blocks_hold_each_row_once(group: int) -> None:
+    for num_rows in range(1, 300):
+        blocks = row_blocks([(4, 10, num_rows, 1_000), (5, 10 + num_rows, 1, 7)], group).tolist()
+        rows = [row + done for _, row, count, _ in blocks for done in range(count)]
+        assert rows == list(range(10, 10 + num_rows + 1))
+        assert all(position - row == 990 for table, row, _, position in blocks if table == 4)
+        assert blocks[-1] == [5, 10 + num_rows, 1, 7]
 
 
 @pytest.mark.parametrize("num_rows", [1, 64])

@@ -539,8 +539,19 @@ class World:
         if job.is_over:
             return
         decode = self.machines[job.decode]
+        if self.make_scheduler is not None and job.prefill is None:
+            self._add_to_other(decode, job)
+            return
         decode.ledger.push(job)
         self._give_pages(decode)
+
+    def _add_to_other(self, decode: Machine, job: Job) -> None:
+        """To a scheduler that does not ship, which admits whom it will: the ledger would do that before it."""
+        job.sequence = prompt = self._choice(job)
+        decode.scheduler.add(prompt)
+        decode.wake()
+        job.request.turn.granted()
+        self._begun(decode, job, 0)
 
     def _give_pages(self, decode: Machine) -> None:
         """To those that wait and may have them now."""

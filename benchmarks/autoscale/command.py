@@ -21,7 +21,8 @@ from tandem.sim.load import Arrival
 from tandem.sim.report import worker_hours
 from tandem.sim.scaling import Scaler
 from tandem.sim.scenario import arrivals, read_scenario
-from tandem.sim.world import World, WorldShape
+from tandem.sim.shape import WorldShape
+from tandem.sim.world import World
 
 SCENARIO = Path(__file__).resolve().parents[2] / "scenarios" / "azure_by_load.yaml"
 #: Prefill and decode workers of pools of fixed size.

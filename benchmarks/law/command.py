@@ -20,7 +20,7 @@ from tandem.bench.report import json_file
 from tandem.sim.load import Arrival
 from tandem.sim.outcome import Outcome
 from tandem.sim.scenario import read_scenario
-from tandem.sim.world import WorldShape
+from tandem.sim.shape import WorldShape
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 

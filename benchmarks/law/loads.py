@@ -9,7 +9,8 @@ from functools import partial
 
 from tandem.sim.load import Arrival
 from tandem.sim.outcome import Outcome
-from tandem.sim.world import World, WorldShape
+from tandem.sim.shape import WorldShape
+from tandem.sim.world import World
 
 # Between the first requests of two clients.
 _APART_S = 0.001

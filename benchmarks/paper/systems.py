@@ -19,7 +19,8 @@ from tandem.core.step_times import StepTimes, Terms
 from tandem.sim import load
 from tandem.sim.outcome import Outcome
 from tandem.sim.scenario import Scenario
-from tandem.sim.world import PoolShape, World, WorldShape
+from tandem.sim.shape import PoolShape, WorldShape
+from tandem.sim.world import World
 
 SYSTEMS = SPLITWISE, TANDEM, TANDEM_ON_PROFILE = "splitwise", "tandem", "tandem-on-profile"
 #: BLOOM-176B in 16 bits: each of its heads has K and V of its own.

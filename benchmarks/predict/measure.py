@@ -15,7 +15,7 @@ from benchmarks.predict.simulated import GOALS, Figures, figures_of, is_met, off
 from tandem.core.config_tree import build
 from tandem.sim.calibrate import Fit, Step, fit_shared, spec_of, vars_of
 from tandem.sim.scenario import Scenario
-from tandem.sim.world import WorldShape
+from tandem.sim.shape import WorldShape
 
 # Pages in memory that both workers map: what a handoff takes beside is its latency.
 _GB_PER_S = 2.0

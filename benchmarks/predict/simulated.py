@@ -12,7 +12,7 @@ from tandem.bench.report.summary import Distribution, Summary, distribution
 from tandem.core.errors import TandemError
 from tandem.sim.load import Arrival
 from tandem.sim.outcome import Outcome
-from tandem.sim.world import WorldShape
+from tandem.sim.shape import WorldShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ from tandem.core.errors import ConfigError
 from tandem.sim.load import Arrival
 from tandem.sim.outcome import Outcome
 from tandem.sim.scenario import Scenario, read_scenario
-from tandem.sim.world import World, WorldShape
+from tandem.sim.shape import WorldShape
+from tandem.sim.world import World
 
 
 @dataclass

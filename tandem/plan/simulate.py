@@ -16,7 +16,8 @@ from tandem.plan.plan_file import Plan, TypeSpec
 from tandem.sim.load import Arrival
 from tandem.sim.outcome import Outcome
 from tandem.sim.scenario import LoadSpec, Scenario, arrivals
-from tandem.sim.world import World, WorldShape
+from tandem.sim.shape import WorldShape
+from tandem.sim.world import World
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from tandem.core.identity import Role
 from tandem.core.time_model import PoolSpec, TimeModel, beside
 from tandem.sim.faults import Death, FaultShape, SlowLink, parse_fault
 from tandem.sim.load import Arrival, Lengths, drawn, recorded
-from tandem.sim.world import PoolShape, WorldShape
+from tandem.sim.shape import PoolShape, WorldShape
 from tandem.worker.limits import Site, scheduler_limits
 
 _GIGA = 1e9

@@ -8,122 +8,48 @@ begin with the first computed chunk and share the way out of their prefill worke
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 
 from decode_worker.ledger import AttemptState
-from kvtransfer.layout import KvFormat
 from kvtransfer.protocol.messages import AttemptKey
-from prefill_worker.links import REMEMBERED_S
 from prefill_worker.retained_prompts import RetainedPrompts
-from router.lifecycle.turns import Turns
 from router.policy.choose import choose, choose_prefill
 from router.policy.first_token import slack_of
-from router.policy.gate import Room
 from router.policy.losses import Fate
-from router.policy.pool import Order, Pool
-from router.policy.prefix import HeldPrefix
 from router.policy.recovery import PLANNED, AttemptEnd, Fault, Recovery
 from router.policy.retry_budget import RetryBudget
-from router.policy.route import RequestFacts
-from router.policy.snapshot import Link, Pair, Snapshot
 from router.request.events import TurnCame
 from router.request.journal import Journal
 from router.request.request import Request
 from router.request.targets import Targets
-from router.workers.known_pages import TOLD_S
-from router.workers.learnt import Learnt
-from tandem.cluster.supervisor.autoscale import Decision, Range, Settings
+from tandem.cluster.supervisor.autoscale import Decision
 from tandem.cluster.supervisor.role_law import RoleChange
 from tandem.core.errors import ConfigError, InternalError, NoWorkerError, TandemError, WorkerLostError
 from tandem.core.identity import Role, WorkerKey
 from tandem.core.page_keys import PageKeys
 from tandem.core.pages import page_table, pages_for
 from tandem.core.sampling import SampledToken, SamplingParams
-from tandem.core.step_times import StepTimes
 from tandem.core.token_ids import token_ids
 from tandem.sim.cores import SharedCores
-from tandem.sim.faults import Death, FaultShape
+from tandem.sim.faults import Death
 from tandem.sim.figures import Figures
 from tandem.sim.fleet import Fleet
 from tandem.sim.job import InFlight, Job
 from tandem.sim.kernel import Kernel
+from tandem.sim.known import Known
 from tandem.sim.load import Arrival
-from tandem.sim.machine import SALT, TOKEN, Machine, SchedulerMaker, Work, token_of
+from tandem.sim.machine import SALT, TOKEN, Machine, SchedulerMaker, token_of
 from tandem.sim.outcome import Outcome
-from tandem.sim.prefixes import Prefixes
 from tandem.sim.scaling import Scaler, ShippedLaw
+from tandem.sim.shape import WorldShape
 from tandem.sim.timeline import Timeline
-from tandem.worker.batch import Batch, SchedulerLimits
+from tandem.worker.batch import Batch
 from tandem.worker.sequence import Sequence as Choice
 
 LOOK_S = 2.0
 """Between two looks of the supervisor at the load; a heartbeat."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolShape:
-    """Workers of one role, all alike.
-
-    num_workers: with which it begins.
-    times: of their steps; `None`: those of the whole world.
-    bounds: between which it follows its load; `None`: it does not.
-    """
-
-    num_workers: int
-    num_pages: int
-    limits: SchedulerLimits
-    times: StepTimes | None = None
-    bounds: Range | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class WorldShape:
-    """Attributes:
-    bytes_per_s, latency_s: of the way out of a prefill worker.
-    message_s: from the router to a worker, or back.
-    report_s: a worker that computes tells of itself so often.
-    mixed_pool_tokens: the longest prompt that a decode worker may compute alone; endless: any, 0: none.
-    start_s: that a worker needs to be ready.
-    flexible: workers that may serve in the other role than the one they were started in.
-    change_s: in which one that holds nothing changes its role.
-    ttft_s, tpot_s: by when tokens are wanted.
-    settings: of the law by which pools follow their load.
-    speeds: of steps while so many workers compute, where all share one host's cores; none: each has its own.
-    faults: who dies when, and which ways become slow.
-    prefix_cache: workers keep pages of prompts, and requests go where theirs are.
-    """
-
-    prefill: PoolShape
-    decode: PoolShape
-    kv_format: KvFormat
-    times: StepTimes
-    bytes_per_s: float
-    latency_s: float
-    message_s: float
-    report_s: float
-    mixed_pool_tokens: float = 0
-    start_s: float = 60.0
-    flexible: int = 0
-    change_s: float = 0.5
-    ttft_s: float = 1.0
-    tpot_s: float = 0.05
-    settings: Settings = field(default_factory=Settings)
-    speeds: tuple[float, ...] = ()
-    faults: FaultShape = field(default_factory=FaultShape)
-    prefix_cache: bool = False
-
-    @property
-    def is_colocated(self) -> bool:
-        """There are no prefill workers, and none come: decode workers compute all prompts."""
-        return not self.prefill.num_workers and Role.PREFILL not in self.ranges
-
-    @property
-    def ranges(self) -> dict[Role, Range]:
-        """Of the pools that follow their load."""
-        pools = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
-        return {role: pool.bounds for role, pool in pools.items() if pool.bounds and pool.bounds.follows_load}
 
 
 @dataclass(slots=True)
@@ -164,36 +90,25 @@ class World:
     decisions: list[Decision] = field(default_factory=list, init=False)
     role_changes: list[tuple[float, RoleChange]] = field(default_factory=list, init=False)
     machines: dict[WorkerKey, Machine] = field(default_factory=dict, init=False)
-    _pools: dict[Role, Pool] = field(default_factory=dict, init=False)
     _jobs: dict[str, Job] = field(default_factory=dict, init=False)
     _link_free_s: dict[WorkerKey, float] = field(default_factory=dict, init=False)
-    _told_s: dict[WorkerKey, float] = field(default_factory=dict, init=False)
-    _told: dict[WorkerKey, Work] = field(default_factory=dict, init=False)  # what it had done by then
-    _takes_requests: set[WorkerKey] = field(default_factory=set, init=False)
-    _prompt_speed: Learnt = field(default_factory=Learnt, init=False)  # tokens a second of computation
-    _turns: Turns = field(init=False)
-    _prefixes: Prefixes | None = field(default=None, init=False)
+    _known: Known = field(init=False)  # to the router
     _budget: RetryBudget = field(init=False)
     _retained: dict[WorkerKey, RetainedPrompts] = field(default_factory=dict, init=False)  # where somebody may die
-    _links: dict[Pair, Link] = field(default_factory=dict, init=False)  # those that are slow, as the router knows
-    _link_used_s: dict[Pair, float] = field(default_factory=dict, init=False)  # of these, the last time
     _placeless: list[InFlight] = field(default_factory=list, init=False)  # for which there is no worker
     _cores: SharedCores | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         shape = self.shape
         self._cores = SharedCores(self.kernel, shape.speeds) if shape.speeds else None
-        self.fleet = Fleet(self.kernel, self._make, self._ready, self._leave, shape.flexible, shape.change_s)
+        self._known = Known(shape, self.kernel)
+        self.fleet = Fleet(self.kernel, self._make, self._ready, self._known.leave, shape.flexible, shape.change_s)
         self.figures = Figures(shape.ttft_s, shape.tpot_s)
-        self._turns = Turns(self._room, 1.0, self.kernel.clock)  # all have one priority, so what it is worth is nothing
-        if shape.prefix_cache:
-            self._prefixes = Prefixes(shape.kv_format.layout.page_size)
         faults = shape.faults
         self._budget = RetryBudget(faults.retry_share, faults.retry_burst, self.kernel.clock)
         if self.scaler is None and shape.ranges:
             self.scaler = ShippedLaw(shape.ranges, shape.settings, shape.ttft_s, shape.tpot_s, self.fleet)
         for role, pool in ((Role.PREFILL, shape.prefill), (Role.DECODE, shape.decode)):
-            self._pools[role] = Pool(role)
             for _ in range(pool.num_workers):
                 self.fleet.start(role, 0.0)
         for death in faults.deaths:
@@ -201,7 +116,7 @@ class World:
 
     def _make(self, key: WorkerKey, role: Role) -> Machine:
         pool = self.shape.prefill if role is Role.PREFILL else self.shape.decode
-        looks_at_s = self._report_due_s if self.at_once else None
+        looks_at_s = self._known.report_due_s if self.at_once else None
         machine = self.machines[key] = Machine(
             self.kernel, key, role, num_pages=pool.num_pages, limits=pool.limits,
             times=pool.times or self.shape.times, kv_format=self.shape.kv_format, prefix_cache=self.shape.prefix_cache,
@@ -212,27 +127,13 @@ class World:
         if self.shape.faults.deaths and role is Role.PREFILL:
             self._retained[key] = RetainedPrompts(machine.pool, SALT, shares=self.shape.prefix_cache)
         self._link_free_s[key] = 0.0
-        self._told_s[key], self._told[key] = -self.shape.report_s, Work()
         return machine
 
     def _ready(self, machine: Machine) -> None:
-        self._takes_requests.add(machine.key)
-        self._tell(machine)  # as one that has nothing to do: decode may compute prompts
+        self._known.add(machine)
         placeless, self._placeless = self._placeless, []
         for request in placeless:
             self._place(request)
-
-    def _leave(self, machine: Machine) -> None:
-        self._takes_requests.discard(machine.key)
-        self._pools[machine.role].discard(machine.key)
-        if self._prefixes is not None:
-            self._prefixes.lose(machine.key)
-        self._turns.look()
-
-    def _show(self, machine: Machine) -> None:
-        """Its load as it is now, to the router."""
-        if machine.key in self._takes_requests:
-            self._pools[machine.role].put(machine.load())
 
     # -- sizes
 
@@ -244,7 +145,7 @@ class World:
         assert self.scaler is not None
         roles = Role.PREFILL, Role.DECODE
         prefill, decode = (self.fleet.machines(role) for role in roles)
-        sample = self.figures.sample(prefill, decode, self._turns)
+        sample = self.figures.sample(prefill, decode, self._known.turns)
         decided = self.scaler.decide(sample, {role: self.fleet.size(role) for role in roles}, self.kernel.now_s)
         if isinstance(decided, RoleChange):
             self.fleet.give(decided.giver, decided.taker, instead=decided.instead)
@@ -294,59 +195,19 @@ class World:
     def _arrive(self, outcome: Outcome) -> None:
         """It waits in the router until its turn has come."""
         arrival = outcome.arrival
-        self.figures.came(arrival, self._turns.computed_share)
+        self.figures.came(arrival, self._known.turns.computed_share)
         targets = Targets(self.shape.ttft_s, self.shape.tpot_s)
         prompt = (TOKEN,) * arrival.num_input
         request = Request(str(arrival.number), prompt, SamplingParams(), arrival.arrived_s, targets=targets)
         inbox = _Inbox(self.kernel, self._place)
-        inbox.request = InFlight(outcome, self._turns.join(request, inbox))
-        if self._prefixes is not None:
-            inbox.request.page_keys = self._prefixes.keys(arrival)
+        inbox.request = InFlight(outcome, self._known.turns.join(request, inbox))
+        inbox.request.page_keys = self._known.page_keys(arrival)
         self._budget.earn()
         if self.shape.faults.deaths:
             inbox.request.journal = Journal(1)
 
-    def _room(self) -> Room:
-        """What the workers can take."""
-        prefill, decode = self._pools[Role.PREFILL], self._pools[Role.DECODE]
-        roomiest = next(decode.walk(Order.ROOM, decode.formats), None)
-        is_mixed = self.shape.mixed_pool_tokens > 0 or self.shape.is_colocated
-        return Room(
-            num_computing=len(prefill) + (len(decode) if is_mixed else 0),
-            tokens_per_s=self._prompt_speed.at(self.kernel.now_s),
-            num_decode=len(decode),
-            num_places=decode.num_places,
-            most_pages=roomiest.num_available_pages if roomiest is not None else 0,
-            page_size=roomiest.page_size if roomiest is not None else 0,
-        )
-
-    def _snapshot(self) -> Snapshot:
-        return Snapshot(
-            self._pools[Role.PREFILL],
-            self._pools[Role.DECODE],
-            links=self._links,
-            prefill_tokens_per_s=self._prompt_speed.at(self.kernel.now_s),
-            is_colocated=self.shape.is_colocated,
-        )
-
-    def _facts(self, request: InFlight) -> RequestFacts:
-        arrival = request.outcome.arrival
-        return RequestFacts(
-            num_prompt_tokens=arrival.num_input,
-            prefix=self._held(request),
-            mixed_pool_tokens=self.shape.mixed_pool_tokens,
-            first_token_in_s=arrival.arrived_s + self.shape.ttft_s - self.kernel.now_s,
-            num_held_tokens=self._turns.num_waiting_tokens,
-            is_first_attempt=request.attempt == 1,
-        )
-
-    def _held(self, request: InFlight) -> HeldPrefix[WorkerKey]:
-        if self._prefixes is None:
-            return HeldPrefix()
-        return self._prefixes.held(request.page_keys, request.outcome.arrival.num_input)
-
     def _place(self, request: InFlight) -> None:
-        outcome, snapshot, facts = request.outcome, self._snapshot(), self._facts(request)
+        outcome, snapshot, facts = request.outcome, self._known.snapshot(), self._known.facts(request)
         try:
             route = choose(snapshot, facts, request.plan.wishes)
         except NoWorkerError as error:
@@ -374,15 +235,13 @@ class World:
         )
         outcome.decode, outcome.prefill = route.decode.worker_id, route.prefill.worker_id if route.prefill else ""
         self._jobs[job.key.request_id] = job
-        if self._prefixes is not None:
-            chosen = [key for key in (route.prefill, route.decode) if key is not None]
-            job.foreseen = self._prefixes.foresee(chosen, job.page_keys, job.num_tokens)
+        self._known.foresee(job, [key for key in (route.prefill, route.decode) if key is not None])
         decode = self.machines[job.decode]
         num_pages = pages_for(job.num_tokens, decode.pool.page_size)
         computes = job.max_local_tokens >= job.num_tokens
-        self._send(job, decode, job.num_tokens if computes else 0, num_pages, self._reserve)
+        self._known.send(job, decode, job.num_tokens if computes else 0, num_pages, self._reserve)
         if job.prefill is not None:
-            self._send(job, self.machines[job.prefill], job.num_tokens, 0, self._start)
+            self._known.send(job, self.machines[job.prefill], job.num_tokens, 0, self._start)
 
     def _wait_for_worker(self, request: InFlight, error: NoWorkerError) -> None:
         now_s = self.kernel.now_s
@@ -398,47 +257,6 @@ class World:
         if request in self._placeless:
             self._placeless.remove(request)
             self._place(request)
-
-    def _send(self, job: Job, to: Machine, num_tokens: int, num_pages: int, call: Callable[[Job], object]) -> None:
-        to.num_commands_sent += 1
-        number = to.num_commands_sent
-        to.known.hold(job.key.request_id, number, num_tokens, num_pages, computes=num_tokens > 0)
-        self._show(to)
-
-        def arrive() -> None:
-            to.num_commands = number
-            if not to.is_dead:
-                call(job)
-
-        self.kernel.after(self.shape.message_s, arrive)
-
-    def _taken_up(self, machine: Machine, job: Job, *, steps: bool) -> None:
-        """The router hears that the worker has pages for it, computes it or generates."""
-        if machine.known.note_taken_up(job.key.request_id, steps=steps):
-            self._show(machine)
-
-    def _let_go(self, machine: Machine, job: Job) -> None:
-        if machine.known.let_go(job.key.request_id):
-            self._show(machine)
-
-    def _tell(self, machine: Machine) -> None:
-        now_s, work, before = self.kernel.now_s, machine.work, self._told[machine.key]
-        machine.tell()
-        self._hear_pages(machine)
-        if machine.role is Role.PREFILL and (busy_s := work.busy_s - before.busy_s) > 0:
-            self._prompt_speed.note((work.num_tokens - before.num_tokens) / busy_s, 1, now_s)
-        elif self.shape.is_colocated and (chunk_s := work.chunk_s - before.chunk_s) > 0:
-            self._prompt_speed.note((work.num_chunk_tokens - before.num_chunk_tokens) / chunk_s, 1, now_s)
-        self._told[machine.key], self._told_s[machine.key] = replace(work), now_s
-        self._show(machine)
-        self._turns.look()
-
-    def _hear_pages(self, machine: Machine) -> None:
-        """Which came to its cache, and which went."""
-        if self._prefixes is None or (change := machine.pool.take_changes()) is None:
-            return
-        if machine.key in self._takes_requests:
-            self._prefixes.hear(machine.key, change)
 
     # -- prefill
 
@@ -497,9 +315,9 @@ class World:
         prefill.free(job.prompt)
         job.prompt = None
         prefill.wake()
-        self._let_go(prefill, job)
-        self._tell(prefill)
-        self._learn_link(prefill.key, decode.key)
+        self._known.let_go(prefill, job)
+        self._known.tell(prefill)
+        self._known.learn_link(prefill.key, decode.key)
         if job.outcome.handed_off_s is None:
             job.outcome.handed_off_s = self.kernel.now_s
         decode.ledger.admit(job)
@@ -507,22 +325,8 @@ class World:
         choice.token_ids += token_ids([token_of(choice)]) * max(1, job.num_known)
         choice.num_computed = job.num_tokens
         self._enter(job, choice, AttemptState.RUNNING)
-        self._taken_up(decode, job, steps=True)
+        self._known.taken_up(decode, job, steps=True)
         self._give_pages(decode)
-
-    def _learn_link(self, prefill: WorkerKey, decode: WorkerKey) -> None:
-        """What the router hears of a way that is slow, for as long as it is remembered; of others it need not know."""
-        faults, pair, now_s = self.shape.faults, (prefill, decode), self.kernel.now_s
-        share = faults.link_share(prefill.worker_id, now_s)
-        if share == 1 or not faults.tells_links:
-            return
-        self._links[pair], self._link_used_s[pair] = Link(self.shape.bytes_per_s * share), now_s
-
-        def forget() -> None:
-            if self._link_used_s[pair] == now_s:
-                self._links.pop(pair, None)
-
-        self.kernel.after(REMEMBERED_S, forget)
 
     # -- decode
 
@@ -561,7 +365,7 @@ class World:
             if job.state is AttemptState.ENTERING:
                 self._compute_here(job)
                 continue
-            self._taken_up(decode, job, steps=False)
+            self._known.taken_up(decode, job, steps=False)
             job.request.turn.granted()
             if job.prefill is None and not self._finds_prefill(job):
                 continue
@@ -569,14 +373,14 @@ class World:
 
     def _finds_prefill(self, job: Job) -> bool:
         """Of one that decode was to compute by itself, and that is too much for that."""
-        plan, kv_format = job.request.plan, self.shape.kv_format
+        snapshot, facts, wishes = self._known.snapshot(), self._known.facts(job.request), job.request.plan.wishes
         try:
-            key = choose_prefill(self._snapshot(), self._facts(job.request), job.decode, kv_format, plan.wishes)
+            key = choose_prefill(snapshot, facts, job.decode, self.shape.kv_format, wishes)
         except NoWorkerError as error:
             self._over(job, AttemptEnd(Fault.UNSERVED, job.decode, error, None, job.decode))
             return False
         job.prefill, job.outcome.prefill = key, key.worker_id
-        self._send(job, self.machines[key], job.num_tokens, 0, self._start)
+        self._known.send(job, self.machines[key], job.num_tokens, 0, self._start)
         return True
 
     def _compute_here(self, job: Job) -> None:
@@ -621,7 +425,7 @@ class World:
 
     def _begun(self, machine: Machine, job: Job, num_cached: int) -> None:
         """The router hears that the prompt is computed from now on, but for so many tokens."""
-        self._taken_up(machine, job, steps=True)
+        self._known.taken_up(machine, job, steps=True)
         job.request.turn.begun(num_cached)
         if job.outcome.num_cached is None:
             job.outcome.num_cached = num_cached
@@ -656,10 +460,10 @@ class World:
             elif job.state is AttemptState.COMPUTING and sequence.num_computed >= sequence.num_prompt:
                 self._generates(job, sequence)
         if happened:
-            self._hear_pages(machine)
+            self._known.hear_pages(machine)
         if happened and machine.has_reservations:  # as in a worker, the next step takes its pages first
             self.kernel.after(0.0, partial(self._give_pages, machine))
-        self._may_tell(machine)
+        self._known.may_tell(machine)
 
     def _give(self, job: Job, index: int) -> None:
         """The `index`th token of its output, to its client, who may have it."""
@@ -675,16 +479,7 @@ class World:
                 job.outcome.several(ends_s, longest_s)
                 self.figures.gave_more(len(ends_s))
         if ends_s[-1] == self.kernel.now_s:
-            self._may_tell(machine)
-
-    def _report_due_s(self, machine: Machine) -> float:
-        return self._told_s[machine.key] + self.shape.report_s
-
-    def _may_tell(self, machine: Machine) -> None:
-        now_s = self.kernel.now_s
-        is_idle = not machine.scheduler.running and not machine.scheduler.waiting
-        if is_idle or now_s >= self._report_due_s(machine):
-            self._tell(machine)
+            self._known.may_tell(machine)
 
     def _computed(self, job: Job) -> None:
         """The prompt, by prefill, which gives the first token, unless that was given before."""
@@ -727,13 +522,10 @@ class World:
         """The attempt is over for the router."""
         job.is_over = True
         del self._jobs[job.key.request_id]
-        self._let_go(self.machines[job.decode], job)
+        self._known.let_go(self.machines[job.decode], job)
         if job.prefill is not None:
-            self._let_go(self._prefill_of(job), job)
-        if self._prefixes is not None:
-            # Workers have told of the pages of an attempt that went well, or will soon.
-            delay_s = TOLD_S if job.outcome.is_over else 0.0
-            self.kernel.after(delay_s, partial(self._prefixes.forget, job.foreseen))
+            self._known.let_go(self._prefill_of(job), job)
+        self._known.forget(job)
 
     def _forget(self, request: InFlight) -> None:
         """It has ended: behind all else prefill workers hear that they need not keep anything for it."""

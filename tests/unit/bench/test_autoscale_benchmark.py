@@ -16,7 +16,7 @@ from tandem.core.identity import Role
 from tandem.core.step_times import Fitted
 from tandem.sim.load import Arrival
 from tandem.sim.outcome import Outcome
-from tandem.sim.world import PoolShape, WorldShape
+from tandem.sim.shape import PoolShape, WorldShape
 from tandem.worker.batch import SchedulerLimits
 
 RANGES = {Role.PREFILL: Range(1, 10)}

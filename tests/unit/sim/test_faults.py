@@ -13,7 +13,8 @@ from tandem.core.identity import Role
 from tandem.sim.faults import Death, FaultShape, parse_fault
 from tandem.sim.load import Arrival
 from tandem.sim.outcome import Outcome
-from tandem.sim.world import PoolShape, World, WorldShape
+from tandem.sim.shape import PoolShape, WorldShape
+from tandem.sim.world import World
 from tests.unit.sim.test_world import LATENCY_S, LIMITS, MESSAGE_S, SHAPE, STEP_S, TOKEN_BYTES, TOKEN_S
 
 ONE = Arrival(0, 0.0, 100, 11)

@@ -16,7 +16,8 @@ from tandem.core.identity import Role
 from tandem.sim.load import Arrival
 from tandem.sim.outcome import Outcome
 from tandem.sim.prefixes import Prefixes
-from tandem.sim.world import PoolShape, World, WorldShape
+from tandem.sim.shape import PoolShape, WorldShape
+from tandem.sim.world import World
 from tests.unit.sim.test_world import LATENCY_S, LIMITS, MESSAGE_S, PAGE, SHAPE, STEP_S, TOKEN_BYTES, TOKEN_S
 
 BLOCK = 2 * PAGE

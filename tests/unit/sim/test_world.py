@@ -24,7 +24,8 @@ from tandem.sim.faults import FaultShape, SlowLink
 from tandem.sim.fleet import Life
 from tandem.sim.load import Arrival, Lengths, drawn
 from tandem.sim.outcome import Outcome
-from tandem.sim.world import PoolShape, World, WorldShape
+from tandem.sim.shape import PoolShape, WorldShape
+from tandem.sim.world import World
 from tandem.worker.batch import SchedulerLimits
 from tandem.worker.scheduler import BatchScheduler
 

@@ -1,0 +1,189 @@
+"""What the router of a simulation knows: its workers as they were when they last told, what it has sent them since,
+which ways between them are slow, and who waits in it for its turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+
+from prefill_worker.links import REMEMBERED_S
+from router.lifecycle.turns import Turns
+from router.policy.gate import Room
+from router.policy.pool import Order, Pool
+from router.policy.prefix import HeldPrefix
+from router.policy.route import RequestFacts
+from router.policy.snapshot import Link, Pair, Snapshot
+from router.workers.known_pages import TOLD_S
+from router.workers.learnt import Learnt
+from tandem.core.identity import WORKER_ROLES, Role, WorkerKey
+from tandem.core.page_keys import PageKeys
+from tandem.sim.job import InFlight, Job
+from tandem.sim.kernel import Kernel
+from tandem.sim.load import Arrival
+from tandem.sim.machine import Machine, Work
+from tandem.sim.prefixes import Prefixes
+from tandem.sim.shape import WorldShape
+
+
+class Known:
+    """Attributes:
+    turns: requests that wait.
+    """
+
+    def __init__(self, shape: WorldShape, kernel: Kernel) -> None:
+        self._shape, self._kernel = shape, kernel
+        self.turns = Turns(self.room, 1.0, kernel.clock)  # all have one priority, so what it is worth is nothing
+        self._pools = {role: Pool(role) for role in WORKER_ROLES}
+        self._prefixes = Prefixes(shape.kv_format.layout.page_size) if shape.prefix_cache else None
+        self._prompt_speed = Learnt()  # tokens a second of computation
+        self._takes_requests: set[WorkerKey] = set()
+        self._told_s: dict[WorkerKey, float] = {}
+        self._told: dict[WorkerKey, Work] = {}  # what it had done by then
+        self._links: dict[Pair, Link] = {}  # those that are slow
+        self._link_used_s: dict[Pair, float] = {}  # of these, the last time
+
+    # -- workers
+
+    def add(self, machine: Machine) -> None:
+        """It takes requests."""
+        self._takes_requests.add(machine.key)
+        self._told[machine.key] = Work()
+        self.tell(machine)  # as one that has nothing to do: decode may compute prompts
+
+    def leave(self, machine: Machine) -> None:
+        """It takes no more."""
+        self._takes_requests.discard(machine.key)
+        self._pools[machine.role].discard(machine.key)
+        if self._prefixes is not None:
+            self._prefixes.lose(machine.key)
+        self.turns.look()
+
+    # -- prompts that begin alike
+
+    def page_keys(self, arrival: Arrival) -> PageKeys:
+        """Of the full pages of its prompt; none without prefix caches."""
+        return self._prefixes.keys(arrival) if self._prefixes is not None else PageKeys()
+
+    def foresee(self, job: Job, workers: Iterable[WorkerKey]) -> None:
+        """These are about to have its pages."""
+        if self._prefixes is not None:
+            job.foreseen = self._prefixes.foresee(workers, job.page_keys, job.num_tokens)
+
+    def forget(self, job: Job) -> None:
+        """The attempt is over. Workers have told of the pages of one that went well, or will soon."""
+        if self._prefixes is not None:
+            delay_s = TOLD_S if job.outcome.is_over else 0.0
+            self._kernel.after(delay_s, partial(self._prefixes.forget, job.foreseen))
+
+    # -- links
+
+    def learn_link(self, prefill: WorkerKey, decode: WorkerKey) -> None:
+        """Of a way that is slow, for as long as it is remembered; of others it need not know."""
+        faults, pair, now_s = self._shape.faults, (prefill, decode), self._kernel.now_s
+        share = faults.link_share(prefill.worker_id, now_s)
+        if share == 1 or not faults.tells_links:
+            return
+        self._links[pair], self._link_used_s[pair] = Link(self._shape.bytes_per_s * share), now_s
+
+        def forget() -> None:
+            if self._link_used_s[pair] == now_s:
+                self._links.pop(pair, None)
+
+        self._kernel.after(REMEMBERED_S, forget)
+
+    # -- loads
+
+    def show(self, machine: Machine) -> None:
+        """Its load as it is now, to the router."""
+        if machine.key in self._takes_requests:
+            self._pools[machine.role].put(machine.load())
+
+    def room(self) -> Room:
+        """What the workers can take."""
+        prefill, decode = self._pools[Role.PREFILL], self._pools[Role.DECODE]
+        roomiest = next(decode.walk(Order.ROOM, decode.formats), None)
+        is_mixed = self._shape.mixed_pool_tokens > 0 or self._shape.is_colocated
+        return Room(
+            num_computing=len(prefill) + (len(decode) if is_mixed else 0),
+            tokens_per_s=self._prompt_speed.at(self._kernel.now_s),
+            num_decode=len(decode),
+            num_places=decode.num_places,
+            most_pages=roomiest.num_available_pages if roomiest is not None else 0,
+            page_size=roomiest.page_size if roomiest is not None else 0,
+        )
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(
+            self._pools[Role.PREFILL],
+            self._pools[Role.DECODE],
+            links=self._links,
+            prefill_tokens_per_s=self._prompt_speed.at(self._kernel.now_s),
+            is_colocated=self._shape.is_colocated,
+        )
+
+    def facts(self, request: InFlight) -> RequestFacts:
+        arrival = request.outcome.arrival
+        return RequestFacts(
+            num_prompt_tokens=arrival.num_input,
+            prefix=self._held(request),
+            mixed_pool_tokens=self._shape.mixed_pool_tokens,
+            first_token_in_s=arrival.arrived_s + self._shape.ttft_s - self._kernel.now_s,
+            num_held_tokens=self.turns.num_waiting_tokens,
+            is_first_attempt=request.attempt == 1,
+        )
+
+    def _held(self, request: InFlight) -> HeldPrefix[WorkerKey]:
+        if self._prefixes is None:
+            return HeldPrefix()
+        return self._prefixes.held(request.page_keys, request.outcome.arrival.num_input)
+
+    def send(self, job: Job, to: Machine, num_tokens: int, num_pages: int, call: Callable[[Job], object]) -> None:
+        to.num_commands_sent += 1
+        number = to.num_commands_sent
+        to.known.hold(job.key.request_id, number, num_tokens, num_pages, computes=num_tokens > 0)
+        self.show(to)
+
+        def arrive() -> None:
+            to.num_commands = number
+            if not to.is_dead:
+                call(job)
+
+        self._kernel.after(self._shape.message_s, arrive)
+
+    def taken_up(self, machine: Machine, job: Job, *, steps: bool) -> None:
+        """The router hears that the worker has pages for it, computes it or generates."""
+        if machine.known.note_taken_up(job.key.request_id, steps=steps):
+            self.show(machine)
+
+    def let_go(self, machine: Machine, job: Job) -> None:
+        if machine.known.let_go(job.key.request_id):
+            self.show(machine)
+
+    def tell(self, machine: Machine) -> None:
+        now_s, work, before = self._kernel.now_s, machine.work, self._told[machine.key]
+        machine.tell()
+        self.hear_pages(machine)
+        if machine.role is Role.PREFILL and (busy_s := work.busy_s - before.busy_s) > 0:
+            self._prompt_speed.note((work.num_tokens - before.num_tokens) / busy_s, 1, now_s)
+        elif self._shape.is_colocated and (chunk_s := work.chunk_s - before.chunk_s) > 0:
+            self._prompt_speed.note((work.num_chunk_tokens - before.num_chunk_tokens) / chunk_s, 1, now_s)
+        self._told[machine.key], self._told_s[machine.key] = replace(work), now_s
+        self.show(machine)
+        self.turns.look()
+
+    def hear_pages(self, machine: Machine) -> None:
+        """Which came to its cache, and which went."""
+        if self._prefixes is None or (change := machine.pool.take_changes()) is None:
+            return
+        if machine.key in self._takes_requests:
+            self._prefixes.hear(machine.key, change)
+
+    def report_due_s(self, machine: Machine) -> float:
+        return self._told_s[machine.key] + self._shape.report_s
+
+    def may_tell(self, machine: Machine) -> None:
+        now_s = self._kernel.now_s
+        is_idle = not machine.scheduler.running and not machine.scheduler.waiting
+        if is_idle or now_s >= self.report_due_s(machine):
+            self.tell(machine)

@@ -1,0 +1,76 @@
+"""What a simulated cluster is. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvtransfer.layout import KvFormat
+from tandem.cluster.supervisor.autoscale import Range, Settings
+from tandem.core.identity import Role
+from tandem.core.step_times import StepTimes
+from tandem.sim.faults import FaultShape
+from tandem.worker.batch import SchedulerLimits
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShape:
+    """Workers of one role, all alike.
+
+    num_workers: with which it begins.
+    times: of their steps; `None`: those of the whole world.
+    bounds: between which it follows its load; `None`: it does not.
+    """
+
+    num_workers: int
+    num_pages: int
+    limits: SchedulerLimits
+    times: StepTimes | None = None
+    bounds: Range | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorldShape:
+    """Attributes:
+    bytes_per_s, latency_s: of the way out of a prefill worker.
+    message_s: from the router to a worker, or back.
+    report_s: a worker that computes tells of itself so often.
+    mixed_pool_tokens: the longest prompt that a decode worker may compute alone; endless: any, 0: none.
+    start_s: that a worker needs to be ready.
+    flexible: workers that may serve in the other role than the one they were started in.
+    change_s: in which one that holds nothing changes its role.
+    ttft_s, tpot_s: by when tokens are wanted.
+    settings: of the law by which pools follow their load.
+    speeds: of steps while so many workers compute, where all share one host's cores; none: each has its own.
+    faults: who dies when, and which ways become slow.
+    prefix_cache: workers keep pages of prompts, and requests go where theirs are.
+    """
+
+    prefill: PoolShape
+    decode: PoolShape
+    kv_format: KvFormat
+    times: StepTimes
+    bytes_per_s: float
+    latency_s: float
+    message_s: float
+    report_s: float
+    mixed_pool_tokens: float = 0
+    start_s: float = 60.0
+    flexible: int = 0
+    change_s: float = 0.5
+    ttft_s: float = 1.0
+    tpot_s: float = 0.05
+    settings: Settings = field(default_factory=Settings)
+    speeds: tuple[float, ...] = ()
+    faults: FaultShape = field(default_factory=FaultShape)
+    prefix_cache: bool = False
+
+    @property
+    def is_colocated(self) -> bool:
+        """There are no prefill workers, and none come: decode workers compute all prompts."""
+        return not self.prefill.num_workers and Role.PREFILL not in self.ranges
+
+    @property
+    def ranges(self) -> dict[Role, Range]:
+        """Of the pools that follow their load."""
+        pools = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
+        return {role: pool.bounds for role, pool in pools.items() if pool.bounds and pool.bounds.follows_load}

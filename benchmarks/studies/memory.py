@@ -31,7 +31,7 @@ def _says(found: Found) -> str:
         f"to come lies empty meanwhile ({per_cent(_used(known))} of what is taken holds one), and what is free lies in "
         "pieces between neighbours, of which none may be long enough for the next. "
         f"Pages are taken as tokens come, and {per_cent(_used(pages))} of their slots hold one, at the price that they "
-        f"may run out, which routers and reservations prevent but for {pages['num_preemptions']} sequences that had to "
+        f"may run out, which routers and reservations prevent but for {pages['num_preemptions']} that had to "
         "give up their own and were computed again."
     )
 

@@ -29,8 +29,9 @@ _ARGUMENTS = "iiiiii"
 _REALS = 5
 _words = words(len(_ARGUMENTS))
 
-#: Weights below e to this are 0: beside the likeliest token's 1 they change no sum.
+#: Weights below e to this are 0: beside the likeliest token's 1 they change no sum. And less than all others.
 _LEAST_EXPONENT = -700.0
+_TINY = float(np.finfo(np.float64).tiny)
 _LOG2_E = 1.4426950408889634
 #: ln 2 in two parts; the first has zeros at its end, so that its product with an exponent rounds little.
 _LN2_HIGH, _LN2_LOW = 0.6931471803691238, 1.9082149292705877e-10
@@ -304,13 +305,15 @@ def _below_share(tops, wanted, total, bins):  # type: ignore[no-untyped-def] # p
 
 @_jit
 def _below_edge(weights, num, wanted, by_weight, total, tops, kept, members, bins):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    """Gather the heaviest that surely have `wanted`, as `_edge` has it. Returns how many; -1: it may be many."""
+    """Gather the heaviest that surely have `wanted`, as `_edge` has it, or all that weigh anything. Returns how many;
+    -1: it may be many."""
     if num < _FEW:
         return -1
     if by_weight:
         least = _below_share(tops, wanted, total, bins)
     elif wanted <= len(tops):
         least, _ = _edge(tops, len(tops), wanted, False, members, bins)  # a token of each of so many groups
+        least = max(least, _TINY)  # not the zeros behind the last token, for which there is no room
     else:
         least = -1.0
     if least < 0.0:

@@ -83,3 +83,21 @@ def test_neighbours_that_are_all_too_light_are_not_looked_at_again(wanted: float
     assert cut.gather(wanted, by_weight=by_weight) == num
     assert cut.sum_blocks(edge, num_ties) == (total, sums)
     assert is_light.sum() > 0.9 * NUM_GROUPS
+
+
+@pytest.mark.parametrize("num_heavy", [1, 3, 80])
+def test_where_fewer_than_top_k_have_any_weight_nothing_is_written_behind_the_room(num_heavy: int) -> None:
+    """As where a grammar leaves few tokens. The last group is no whole one: it ends in zeros that are no tokens."""
+    num, top_k = 5000, 100.0
+    num_groups = -(-num // kernel._GROUP)
+    weights = np.zeros(num_groups * kernel._GROUP)
+    weights[np.arange(num_heavy) * 25] = np.linspace(1.0, 0.5, num_heavy)
+    tops, bins = np.empty(num_groups), np.empty(kernel._BINS)
+    kernel._find_tops(weights, num, tops)
+    kept, members = np.full(num + 100, -1.0), np.full(num + 100, -1.0)
+    room = tops, kept[: num + 1], members[:num], bins
+    assert kernel._below_edge(weights, num, top_k, False, float(weights.sum()), *room) == num_heavy
+    assert (kept[num + 1 :] == -1.0).all()
+    assert (members[num:] == -1.0).all()
+    edge, _ = kernel._edge(kept, num_heavy, top_k, False, members, bins)
+    assert edge == weights[weights > 0].min()

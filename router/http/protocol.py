@@ -95,10 +95,10 @@ class BoundedProtocol(H11Protocol):
         self._on_lost()
 
     def data_received(self, data: bytes) -> None:
-        if self.conn.their_state in (h11.IDLE, h11.DONE):
-            # What had come before the loop looked waits while it serves what it saw first. Its own time is that of the
-            # look, and lacks the rest of the millisecond.
-            self.app_state[ARRIVED] = min(time.monotonic(), self.loop.time() + _LOOP_TICK_S)
+        # What had come before the loop looked waits while it serves what it saw first. Its own time is that of the
+        # look, and lacks the rest of the millisecond. With the end of a body the next head may come: each request has a
+        # copy of its own.
+        self.app_state[ARRIVED] = min(time.monotonic(), self.loop.time() + _LOOP_TICK_S)
         if self.conn.their_state is h11.SEND_BODY:
             self._num_body_bytes += len(data)
         elif self.conn.their_state is h11.IDLE and self._is_head_too_large(data):

@@ -275,6 +275,26 @@ async def test_requests_that_come_together_have_come_at_the_same_time() -> None:
             writer.close()
 
 
+async def test_a_head_that_comes_with_the_end_of_the_body_before_it_has_come_then() -> None:
+    arrived_s = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        arrived_s.append(scope["state"][ARRIVED])
+        await _answer(scope, receive, send)
+
+    async with serving(app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        came_s = []
+        begun = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\nab"
+        for part in (begun, b"cdGET / HTTP/1.1\r\nHost: x\r\n\r\n"):
+            came_s.append(time.monotonic())
+            writer.write(part)
+            assert b"200" in await reader.readuntil(b"{}")
+            await asyncio.sleep(0.05)
+        assert all(came - 0.002 <= arrived for came, arrived in zip(came_s, arrived_s, strict=True))
+        writer.close()
+
+
 async def test_an_idle_connection_is_closed() -> None:
     async with serving(_answer, keep_alive_s=0.3) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -68,7 +68,8 @@ class DiskTier:
     ) -> None:
         self.counters = TierCounters()
         self.on_change: Callable[[Iterable[bytes]], None] = lambda _: None
-        self._layout = asdict(layout)
+        # But for what says which pages are kept: it changes no byte of them.
+        self._layout = {name: value for name, value in asdict(layout).items() if name != "window"}
         self._layout_name = hashlib.sha256(json.dumps(self._layout, sort_keys=True).encode()).hexdigest()[:16]
         self._page_bytes = layout.num_layers * layout.extent_bytes
         self._root = root

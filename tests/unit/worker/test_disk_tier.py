@@ -110,6 +110,16 @@ def test_pages_of_another_model_or_layout_never_match(tmp_path: Path) -> None:
         assert tier.held()[0] == 1  # it counts, and goes first
 
 
+def test_pages_stay_what_they_are_where_others_behind_a_window_are_kept_no_more(tmp_path: Path) -> None:
+    """As where the greatest context is set below the window, or above it."""
+    put(DiskTier(tmp_path, LAYOUT, MOST), KEYS[0])
+    tier = DiskTier(tmp_path, replace(LAYOUT, window=64), MOST)
+    tier.find()
+    assert read(tier, KEYS[0]) == bytes(page_of(KEYS[0]))
+    (file,) = files(tmp_path)
+    assert b"window" not in file.read_bytes().partition(b"\n")[0], "files of before are read, too"
+
+
 def flip(at: int) -> Callable[[Path], None]:
     def change(file: Path) -> None:
         data = bytearray(file.read_bytes())

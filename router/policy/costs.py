@@ -49,7 +49,15 @@ def prefill_cost(snapshot: Snapshot, facts: RequestFacts, worker: WorkerLoad) ->
 
 def send_cost(facts: RequestFacts, worker: WorkerLoad) -> float:
     """Of the pages that it does not hold. What it has in a tier is sent too: no handoff waits for a disk."""
-    return _SENT_COST * (facts.num_prompt_tokens - facts.prefix.num_ready(worker.key))
+    return _SENT_COST * _num_sent(facts, worker.key, worker.kv_format)
+
+
+def _num_sent(facts: RequestFacts, decode: WorkerKey, kv_format: KvFormat) -> int:
+    """Tokens whose pages go to a decode worker: those that it does not hold, as far as an output sees them."""
+    num_missing, layout = facts.num_prompt_tokens - facts.prefix.num_ready(decode), kv_format.layout
+    if not layout.window:
+        return num_missing
+    return min(num_missing, layout.num_sent_pages(facts.num_prompt_tokens) * layout.page_size)
 
 
 def batch_cost(facts: RequestFacts, worker: WorkerLoad, smallest: int) -> float:
@@ -123,9 +131,10 @@ def exposed_tokens(snapshot: Snapshot, facts: RequestFacts, prefill: WorkerLoad,
         token_bytes = prefill.kv_format.layout.token_bytes
     except IncompatibleError:  # elements of a later version: how long they take is not known
         return 0.0
-    num_missing = facts.num_prompt_tokens - facts.prefix.num_ready(decode)
-    num_computed = own_cost(snapshot, facts, prefill.key)
-    handoff_s = num_missing * token_bytes / max(link.bytes_per_s, 1.0)
+    num_sent, num_computed = _num_sent(facts, decode, prefill.kv_format), own_cost(snapshot, facts, prefill.key)
+    if prefill.kv_format.layout.window:  # of what is before the last ones nothing is sent
+        num_computed = min(num_computed, num_sent)
+    handoff_s = num_sent * token_bytes / max(link.bytes_per_s, 1.0)
     exposed = handoff_s * snapshot.prefill_tokens_per_s - num_computed
     return exposed if exposed > _NOTABLE * facts.num_prompt_tokens else 0.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import given
@@ -110,6 +111,18 @@ def test_a_slow_way_costs_what_its_pages_come_later() -> None:
         key("d0"),
         FORMAT,
     ) == key("p1")
+
+
+def test_a_way_is_slow_only_for_pages_that_are_sent() -> None:
+    """Where tokens see a window, it is its pages that travel, however long the prompt is."""
+
+    def chosen(window: int, queued: int) -> str:
+        seen = KvFormat(replace(FORMAT.layout, window=window), FORMAT.transport)
+        prefill = [replace(load("p0"), kv_format=seen), replace(load("p1", queued=queued), kv_format=seen)]
+        return pair(prefill, [replace(load("d0"), kv_format=seen)], {"p0 d0": at(500)})
+
+    assert [chosen(window, queued=400) for window in (0, 900, 300)] == ["p1 d0", "p1 d0", "p0 d0"]
+    assert chosen(300, queued=300) == "p1 d0", "320 tokens are computed while the first 160 of them are sent"
 
 
 def test_who_holds_pages_is_taken_over_a_slow_way_too() -> None:

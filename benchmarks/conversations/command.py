@@ -1,7 +1,9 @@
 """`python -m benchmarks conversations`: multi-turn loads on 4P4D, placed by prefixes and by load alone, in turn.
 
-Beside them, how much one worker of each role finds in its cache that has as much memory as all of those, and what
-looking for prefixes costs where there are none: single prompts that have nothing in common.
+They are held in a closed loop, where the faster way is given more to do, and at an equal rate, which is a share of what
+placement by load alone reaches in its closed loop. Beside them, how much one worker of each role finds in its cache
+that has as much memory as all of those, and what looking for prefixes costs where there are none: single prompts that
+have nothing in common.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import argparse
 import asyncio
 import dataclasses
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import uvloop
 from rich.console import Console
 
 from benchmarks.conversations.cluster import ROUTERS, ClusterSpec, running
-from benchmarks.conversations.section import CONVERSATIONS, FORMAT, ONE_PAIR, SINGLES, section
+from benchmarks.conversations.section import CONVERSATIONS, EQUAL_RATE, FORMAT, ONE_PAIR, SINGLES, section
 from benchmarks.origin import origin
 from tandem.bench.load.conversations import ConversationPlan
 from tandem.bench.machine import now
@@ -33,19 +35,27 @@ _QUIET_S = 2.0
 
 #: What is measured in each repetition, and how it is placed.
 PARTS = (
-    *((part, placement) for part in (CONVERSATIONS, SINGLES) for placement in ROUTERS),
+    *((part, placement) for part in (CONVERSATIONS, EQUAL_RATE, SINGLES) for placement in ROUTERS),
     (ONE_PAIR, "prefixes"),
 )
 
 
 @dataclass(frozen=True)
 class ConversationSizes:
-    """How much is measured. The embedded model's context bounds the turns times their words and tokens."""
+    """How much is measured. The embedded model's context bounds the turns times their words and tokens.
+
+    Attributes:
+        think_s: mean pause before a turn, at an equal rate.
+        rate_share: the equal rate, of the conversations a second that placement by load alone reaches in its closed
+            loop of the same repetition.
+    """
 
     cluster: ClusterSpec = field(default_factory=ClusterSpec)
     plan: ConversationPlan = field(default_factory=lambda: ConversationPlan(32, 6, num_words=150, num_output=40))
     singles: ConversationPlan = field(default_factory=lambda: ConversationPlan(192, 1, num_words=300, num_output=40))
     concurrency: int = 8
+    think_s: float = 1.0
+    rate_share: float = 0.9
     num_repetitions: int = 3
     quiet_s: float = _QUIET_S
     parts: tuple[tuple[str, str], ...] = PARTS
@@ -85,8 +95,9 @@ async def measure(sizes: ConversationSizes, tell: Callable[[str], None]) -> dict
             load = OtherLoad()
             await asyncio.sleep(sizes.quiet_s)
             other_cores = load.cores()
-            summary = await _measure_one(sizes, part, placement, repetition)
-            common = {"part": part, "placement": placement, "repetition": repetition, "date": now()}
+            rate = _equal_rate(sizes, runs, repetition) if part == EQUAL_RATE else None
+            summary = await _measure_one(sizes, part, placement, repetition, rate)
+            common = {"part": part, "placement": placement, "repetition": repetition, "date": now(), "rate": rate}
             figures = dataclasses.asdict(dataclasses.replace(summary, itl_windows=()))
             runs.append({**common, "other_cores": other_cores, "figures": figures})
     settings = {
@@ -94,6 +105,8 @@ async def measure(sizes: ConversationSizes, tell: Callable[[str], None]) -> dict
         "plan": dataclasses.asdict(sizes.plan),
         "singles": dataclasses.asdict(sizes.singles),
         "concurrency": sizes.concurrency,
+        "think_s": sizes.think_s,
+        "rate_share": sizes.rate_share,
     }
     return {
         "format": FORMAT,
@@ -103,8 +116,20 @@ async def measure(sizes: ConversationSizes, tell: Callable[[str], None]) -> dict
     }
 
 
-async def _measure_one(sizes: ConversationSizes, part: str, placement: str, seed: int) -> Summary:
-    workload = Workload.of_conversations(sizes.singles if part == SINGLES else sizes.plan, seed=seed)
+def _equal_rate(sizes: ConversationSizes, runs: Sequence[Mapping[str, Any]], repetition: int) -> float:
+    """Conversations a second, by the closed loop that was measured before."""
+    whole = (CONVERSATIONS, "load", repetition)
+    followed = next(run for run in runs if (run["part"], run["placement"], run["repetition"]) == whole)
+    return float(sizes.rate_share * sizes.plan.num / followed["figures"]["duration_s"])
+
+
+async def _measure_one(
+    sizes: ConversationSizes, part: str, placement: str, seed: int, rate: float | None = None
+) -> Summary:
+    plan = sizes.singles if part == SINGLES else sizes.plan
+    if rate is not None:
+        plan = dataclasses.replace(plan, num=2 * plan.num, think_s=sizes.think_s)
+    workload = Workload.of_conversations(plan, seed=seed)
     cluster = sizes.cluster
     if part == ONE_PAIR:
         cluster = dataclasses.replace(cluster, num_of_each=1, kv_bytes=cluster.kv_bytes * cluster.num_of_each)
@@ -112,7 +137,7 @@ async def _measure_one(sizes: ConversationSizes, part: str, placement: str, seed
         async with running(Path(directory), cluster, placement) as url:
             session = Session(Target(url), workload)
             await session.open()
-            load = await session.measure(Shape(concurrency=sizes.concurrency))
+            load = await session.measure(Shape(rate=rate) if rate else Shape(concurrency=sizes.concurrency))
     if session.was_interrupted:
         raise KeyboardInterrupt
     summary = summarise(load.records, load.duration_s)

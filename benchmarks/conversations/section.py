@@ -9,11 +9,12 @@ from typing import Any
 from benchmarks.text import wrapped
 from tandem.bench.other_load import QUIET_CORES
 
-FORMAT = "tandem-conversations/2"
+FORMAT = "tandem-conversations/3"
 COMMAND = "`python -m benchmarks conversations`"
 
 #: What is measured, by its name in the runs.
-CONVERSATIONS, SINGLES, ONE_PAIR = "conversations", "single prompts", "one worker of each role"
+CONVERSATIONS, EQUAL_RATE, SINGLES = "conversations", "conversations at an equal rate", "single prompts"
+ONE_PAIR = "one worker of each role"
 
 Figures = dict[str, Any]
 _Row = tuple[str, str, Callable[[Figures], float]]
@@ -34,6 +35,10 @@ def section(content: dict[str, Any] | None) -> Iterator[str]:
     yield ""
     yield from _reservations(content["runs"])
     yield from _table(content["runs"], CONVERSATIONS, _rows(content["settings"]["plan"]["num_turns"]))
+    yield ""
+    yield from wrapped(_equal_rate(content))
+    yield ""
+    yield from _table(content["runs"], EQUAL_RATE, _rows(content["settings"]["plan"]["num_turns"]))
     yield ""
     yield from wrapped(_beside(content))
     yield ""
@@ -67,6 +72,18 @@ def _introduction(content: dict[str, Any]) -> str:
         f"{plan['num_output']} tokens. Both ways have the same texts in a repetition, in turn, and begin with empty "
         f"caches. Medians of the repetitions ({num_repetitions}), with the lowest and the highest in brackets; a ratio "
         "is of each repetition. `possible` are the tokens of the turn before: its prompt and its answer."
+    )
+
+
+def _equal_rate(content: dict[str, Any]) -> str:
+    settings = content["settings"]
+    rates = sorted({run["rate"] for run in content["runs"] if run["part"] == EQUAL_RATE})
+    return (
+        "In a closed loop the faster way is given more to do. At an equal rate, "
+        f"{settings['rate_share']:.0%} of the conversations a second that placement by load alone reached in the "
+        f"closed loop of the same repetition ({_spread(rates, '.2f')} a second), {2 * settings['plan']['num']} "
+        f"conversations begin at the times of a Poisson process, and users think for {settings['think_s']:g} s before "
+        "each turn, in the mean:"
     )
 
 

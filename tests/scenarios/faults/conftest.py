@@ -30,9 +30,7 @@ def shared_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 @pytest.fixture
 def ready_site(shared_site: Site) -> Site:
     """The shared site, whole and idle, with nothing armed."""
-    shared_site.points.clear()
-    shared_site.prepare()
-    return shared_site
+    return shared_site.ready()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

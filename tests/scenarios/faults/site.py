@@ -74,6 +74,13 @@ class Outcome:
         waits = pairwise([self.struck_at, *(at for at in times if at > self.struck_at)])
         return max((later - earlier for earlier, later in waits), default=None)
 
+    @property
+    def saw(self) -> str:
+        """What its client did, for the report."""
+        if self.answer.broken:
+            return "broken connection"
+        return f"error {self.answer.error.get('code')}" if self.answer.error else "same tokens"
+
 
 @dataclass
 class Site:
@@ -131,7 +138,27 @@ class Site:
         assert at is not None
         return name, at
 
+    def check_in_time(self, case: Case, outcome: Outcome) -> None:
+        """The next token, or the end, came soon enough after the fault."""
+        bound_s = NOTICE_S if case.signal == "kill" else self.lease_s
+        if outcome.recovery_s is not None:
+            assert outcome.recovery_s <= ALLOWED * bound_s, (
+                f"{outcome.recovery_s:.2f} s from the fault to the next token, bound {bound_s:g} s; "
+                + self.stall_note(outcome.struck_at)
+            )
+
+    def check_freed(self, case: Case) -> float:
+        """`check_baseline` as soon as the case allows. A dead process is a fence at once; what a stopped one may write
+        waits for its word, after lease and grace."""
+        return self.check_baseline(ALLOWED * (NOTICE_S if case.signal == "kill" else self.lease_s + GRACE_S))
+
     # -- before and after
+
+    def ready(self) -> Site:
+        """Itself, whole and idle, with nothing armed."""
+        self.points.clear()
+        self.prepare()
+        return self
 
     def prepare(self) -> None:
         """Until the cluster is whole and idle, and the router knows."""

@@ -10,7 +10,6 @@ from tests.scenarios.client import ask
 from tests.scenarios.faults.cases import Case
 from tests.scenarios.faults.site import (
     ALLOWED,
-    GRACE_S,
     MAX_TOKENS,
     NOTICE_S,
     Site,
@@ -54,9 +53,7 @@ def shared_colocated_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture
 def colocated_site(shared_colocated_site: Site) -> Site:
-    shared_colocated_site.points.clear()
-    shared_colocated_site.prepare()
-    return shared_colocated_site
+    return shared_colocated_site.ready()
 
 
 @pytest.mark.parametrize(
@@ -71,10 +68,8 @@ def test_a_struck_decode_worker_changes_nothing_for_the_client(colocated_site: S
     expected = colocated_site.expected(prompt, case.fields)
     outcome = colocated_site.strike(case, prompt)
     assert_same(outcome.answer, expected)
-    notice_s = NOTICE_S if case.signal == "kill" else colocated_site.lease_s
-    if outcome.recovery_s is not None:
-        assert outcome.recovery_s <= ALLOWED * notice_s, colocated_site.stall_note(outcome.struck_at)
-    colocated_site.check_baseline(ALLOWED * (notice_s + (GRACE_S if case.signal == "stop" else 0.0)))
+    colocated_site.check_in_time(case, outcome)
+    colocated_site.check_freed(case)
 
 
 @pytest.mark.faults

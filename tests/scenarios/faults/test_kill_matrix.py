@@ -16,10 +16,8 @@ from tests.scenarios.faults.cases import Case, matrix
 from tests.scenarios.faults.report import record
 from tests.scenarios.faults.site import (
     ALLOWED,
-    GRACE_S,
     MAX_TOKENS,
     NOTICE_S,
-    Outcome,
     Site,
     assert_begins_alike,
     assert_same,
@@ -65,10 +63,10 @@ def _assert_nothing_changes(site: Site, case: Case, request: pytest.FixtureReque
     prompt = story(str(case))
     expected = site.expected(prompt, case.fields)
     outcome = site.strike(case, prompt)
-    record(request, case, recovery_s=outcome.recovery_s, saw=_saw(outcome.answer))
+    record(request, case, recovery_s=outcome.recovery_s, saw=outcome.saw)
     assert_same(outcome.answer, expected)
-    _assert_in_time(site, case, outcome)
-    freed_s = site.check_baseline(ALLOWED * _free_bound_s(site, case))
+    site.check_in_time(case, outcome)
+    freed_s = site.check_freed(case)
     record(request, case, freed_s=freed_s)
     return outcome.answer
 
@@ -80,7 +78,7 @@ def test_a_killed_router_breaks_the_connection_and_comes_back(
     prompt = story(str(case))
     expected = ready_site.expected(prompt, case.fields)
     outcome = ready_site.strike(case, prompt)
-    record(request, case, saw=_saw(outcome.answer))
+    record(request, case, saw=outcome.saw)
     assert outcome.answer.broken, f"a clean end: {outcome.answer}"
     assert not outcome.answer.done
     assert_begins_alike(outcome.answer, expected)
@@ -98,33 +96,12 @@ def test_a_stopped_router_goes_on_or_says_what_it_lost(
     prompt = story(str(case))
     expected = ready_site.expected(prompt, case.fields)
     outcome = ready_site.strike(case, prompt)
-    record(request, case, recovery_s=outcome.recovery_s, saw=_saw(outcome.answer))
+    record(request, case, recovery_s=outcome.recovery_s, saw=outcome.saw)
     if outcome.answer.error is not None:
         assert_typed_error(outcome.answer)
         assert_begins_alike(outcome.answer, expected)
     else:
         assert_same(outcome.answer, expected)
-    _assert_in_time(ready_site, case, outcome)
-    freed_s = ready_site.check_baseline(ALLOWED * _free_bound_s(ready_site, case))
+    ready_site.check_in_time(case, outcome)
+    freed_s = ready_site.check_freed(case)
     record(request, case, freed_s=freed_s)
-
-
-def _assert_in_time(site: Site, case: Case, outcome: Outcome) -> None:
-    """The next token, or the end, came soon enough after the fault."""
-    bound_s = NOTICE_S if case.signal == "kill" else site.lease_s
-    if outcome.recovery_s is not None:
-        assert outcome.recovery_s <= ALLOWED * bound_s, (
-            f"{outcome.recovery_s:.2f} s from the fault to the next token, bound {bound_s:g} s; "
-            + site.stall_note(outcome.struck_at)
-        )
-
-
-def _free_bound_s(site: Site, case: Case) -> float:
-    """A dead process is a fence at once; what a stopped one may write waits for its word, after lease and grace."""
-    return NOTICE_S if case.signal == "kill" else site.lease_s + GRACE_S
-
-
-def _saw(answer: Answer) -> str:
-    if answer.broken:
-        return "broken connection"
-    return f"error {answer.error.get('code')}" if answer.error else "same tokens"

@@ -11,7 +11,7 @@ import pytest
 
 from tandem.core.model_path import resolve_model
 from tests.scenarios.faults.cases import Case
-from tests.scenarios.faults.site import ALLOWED, GRACE_S, NOTICE_S, Site, assert_same, site, story
+from tests.scenarios.faults.site import Site, assert_same, site, story
 
 pytestmark = pytest.mark.alone
 
@@ -35,9 +35,7 @@ def shared_windowed_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 @pytest.fixture
 def windowed_site(shared_windowed_site: Site) -> Site:
-    shared_windowed_site.points.clear()
-    shared_windowed_site.prepare()
-    return shared_windowed_site
+    return shared_windowed_site.ready()
 
 
 def save_windowed(target: Path) -> Path:
@@ -56,7 +54,5 @@ def test_a_struck_worker_changes_nothing_where_tokens_see_a_window(windowed_site
     expected = windowed_site.expected(prompt, case.fields)
     outcome = windowed_site.strike(case, prompt)
     assert_same(outcome.answer, expected)
-    notice_s = NOTICE_S if case.signal == "kill" else windowed_site.lease_s
-    if outcome.recovery_s is not None:
-        assert outcome.recovery_s <= ALLOWED * notice_s, windowed_site.stall_note(outcome.struck_at)
-    windowed_site.check_baseline(ALLOWED * (notice_s + (GRACE_S if case.signal == "stop" else 0.0)))
+    windowed_site.check_in_time(case, outcome)
+    windowed_site.check_freed(case)

@@ -26,6 +26,7 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
+from router.policy.pool import Order, Pool
 from tandem.core.pages import num_hidden_pages
 
 _AHEAD, _AHEAD_S = 2, 0.25
@@ -56,6 +57,30 @@ class Room:
     num_routers: int = 1
     place_s: float = 0.0
     window: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        prefill: Pool,
+        decode: Pool,
+        *,
+        is_mixed: bool,
+        tokens_per_s: float,
+        num_places: float,
+        num_routers: int = 1,
+    ) -> Room:
+        """What the workers of both pools can take. `is_mixed`: decode workers compute prompts too."""
+        roomiest = next(decode.walk(Order.ROOM, decode.formats), None)
+        return cls(
+            num_computing=len(prefill) + (len(decode) if is_mixed else 0),
+            tokens_per_s=tokens_per_s,
+            num_decode=len(decode),
+            num_places=num_places,
+            most_pages=roomiest.num_available_pages if roomiest is not None else 0,
+            page_size=roomiest.page_size if roomiest is not None else 0,
+            num_routers=num_routers,
+            window=roomiest.kv_format.layout.window if roomiest is not None else 0,
+        )
 
     def num_left_in(self, seconds: float) -> float:
         """How many sequences leave their places within this time, while all places are taken."""

@@ -15,7 +15,7 @@ from typing import Any
 from kvtransfer.layout import LayoutId
 from router.policy.gate import Room
 from router.policy.losses import Fate
-from router.policy.pool import ALONE, Order, Pool, Share
+from router.policy.pool import ALONE, Pool, Share
 from router.policy.prefix import HeldPrefix
 from router.policy.snapshot import Link, Pair, Snapshot
 from router.request.events import Event, WorkersChanged
@@ -209,17 +209,13 @@ class WorkerRegistry:
 
     def room(self, num_places: float, *, is_mixed: bool) -> Room:
         """What the workers can take. `num_places`: of this router; `is_mixed`: decode workers compute prompts too."""
-        prefill, decode = self._pools[Role.PREFILL], self._pools[Role.DECODE]
-        roomiest = next(decode.walk(Order.ROOM, decode.formats), None)
-        return Room(
-            num_computing=len(prefill) + (len(decode) if is_mixed or self.is_colocated else 0),
+        return Room.of(
+            self._pools[Role.PREFILL],
+            self._pools[Role.DECODE],
+            is_mixed=is_mixed or self.is_colocated,
             tokens_per_s=self._prefill_tokens_per_s,
-            num_decode=len(decode),
             num_places=num_places,
-            most_pages=roomiest.num_available_pages if roomiest is not None else 0,
-            page_size=roomiest.page_size if roomiest is not None else 0,
             num_routers=self._share.of,
-            window=roomiest.kv_format.layout.window if roomiest is not None else 0,
         )
 
     def known_prefix(self, token_ids: Sequence[int], cache_salt: str) -> HeldPrefix[WorkerKey]:

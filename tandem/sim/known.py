@@ -10,7 +10,7 @@ from functools import partial
 from prefill_worker.links import REMEMBERED_S
 from router.lifecycle.turns import Turns
 from router.policy.gate import Room
-from router.policy.pool import Order, Pool
+from router.policy.pool import Pool
 from router.policy.prefix import HeldPrefix
 from router.policy.route import RequestFacts
 from router.policy.snapshot import Link, Pair, Snapshot
@@ -101,16 +101,13 @@ class Known:
 
     def room(self) -> Room:
         """What the workers can take."""
-        prefill, decode = self._pools[Role.PREFILL], self._pools[Role.DECODE]
-        roomiest = next(decode.walk(Order.ROOM, decode.formats), None)
-        is_mixed = self._shape.mixed_pool_tokens > 0 or self._shape.is_colocated
-        return Room(
-            num_computing=len(prefill) + (len(decode) if is_mixed else 0),
+        decode = self._pools[Role.DECODE]
+        return Room.of(
+            self._pools[Role.PREFILL],
+            decode,
+            is_mixed=self._shape.mixed_pool_tokens > 0 or self._shape.is_colocated,
             tokens_per_s=self._prompt_speed.at(self._kernel.now_s),
-            num_decode=len(decode),
             num_places=decode.num_places,
-            most_pages=roomiest.num_available_pages if roomiest is not None else 0,
-            page_size=roomiest.page_size if roomiest is not None else 0,
         )
 
     def snapshot(self) -> Snapshot:

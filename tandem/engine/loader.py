@@ -328,7 +328,8 @@ def window_of(config: PreTrainedConfig) -> int:
     text = config.get_text_config(decoder=True)
     kinds = getattr(text, "layer_types", None)
     slides = set(kinds) == {"sliding_attention"} if kinds else text.model_type in _ALL_SLIDE
-    return int(getattr(text, "sliding_window", None) or 0) if slides else 0
+    is_on = getattr(text, "use_sliding_window", True)  # some keep the kinds of their layers where it is off
+    return int(getattr(text, "sliding_window", None) or 0) if slides and is_on else 0
 
 
 def eos_of(model_dir: str | os.PathLike[str], config: PreTrainedConfig) -> tuple[int, ...]:

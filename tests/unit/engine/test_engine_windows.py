@@ -22,6 +22,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return helpers.save_model("mistral", tmp_path_factory.mktemp("mistral") / "model")
 
 
+SLIDING = {"sliding_window": 24, "layer_types": ["sliding_attention"] * 2, "num_hidden_layers": 2}
+
+
 @pytest.mark.parametrize(
     ("model_type", "options", "expected"),
     [
@@ -34,6 +37,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("qwen2", {"sliding_window": 24, "use_sliding_window": True, "max_window_layers": 0}, 24),
         ("qwen2", {"sliding_window": 24, "use_sliding_window": True, "max_window_layers": 20}, 0),
         ("qwen2", {"sliding_window": 24, "use_sliding_window": False}, 0),
+        ("smollm3", {**SLIDING, "use_sliding_window": True}, 24),
+        ("smollm3", {**SLIDING, "use_sliding_window": False}, 0),
         ("gemma2", {"sliding_window": 24}, 0),
         ("gemma3_text", {"sliding_window": 24}, 0),
         ("llama", {}, 0),

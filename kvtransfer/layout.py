@@ -54,7 +54,6 @@ class LayoutId:
         """Bytes of K and V of one token in all layers. Raises as `extent_bytes`."""
         return self.num_layers * self.extent_bytes // self.page_size
 
-
     def num_sent_pages(self, num_tokens: int) -> int:
         """Pages of a prompt of so many tokens that a decode worker needs: those that the next token sees."""
         return pages_for(num_tokens, self.page_size) - num_hidden_pages(num_tokens, self.page_size, self.window)

@@ -21,7 +21,15 @@ import uvloop
 from rich.console import Console
 
 from benchmarks.conversations.cluster import ROUTERS, ClusterSpec, running
-from benchmarks.conversations.section import CONVERSATIONS, EQUAL_RATE, FORMAT, ONE_PAIR, SINGLES, section
+from benchmarks.conversations.section import (
+    CONVERSATIONS,
+    EQUAL_RATE,
+    FORMAT,
+    ONE_PAIR,
+    SINGLES,
+    TIMES_AS_MANY,
+    section,
+)
 from benchmarks.origin import origin
 from tandem.bench.load.conversations import ConversationPlan
 from tandem.bench.machine import now
@@ -128,7 +136,7 @@ async def _measure_one(
 ) -> Summary:
     plan = sizes.singles if part == SINGLES else sizes.plan
     if rate is not None:
-        plan = dataclasses.replace(plan, num=2 * plan.num, think_s=sizes.think_s)
+        plan = dataclasses.replace(plan, num=TIMES_AS_MANY * plan.num, think_s=sizes.think_s)
     workload = Workload.of_conversations(plan, seed=seed)
     cluster = sizes.cluster
     if part == ONE_PAIR:

@@ -15,6 +15,8 @@ COMMAND = "`python -m benchmarks conversations`"
 #: What is measured, by its name in the runs.
 CONVERSATIONS, EQUAL_RATE, SINGLES = "conversations", "conversations at an equal rate", "single prompts"
 ONE_PAIR = "one worker of each role"
+#: So many times as many conversations are held at an equal rate: the first and the last ones find a cluster less busy.
+TIMES_AS_MANY = 2
 
 Figures = dict[str, Any]
 _Row = tuple[str, str, Callable[[Figures], float]]
@@ -81,9 +83,9 @@ def _equal_rate(content: dict[str, Any]) -> str:
     return (
         "In a closed loop the faster way is given more to do. At an equal rate, "
         f"{settings['rate_share']:.0%} of the conversations a second that placement by load alone reached in the "
-        f"closed loop of the same repetition ({_spread(rates, '.2f')} a second), {2 * settings['plan']['num']} "
-        f"conversations begin at the times of a Poisson process, and users think for {settings['think_s']:g} s before "
-        "each turn, in the mean:"
+        f"closed loop of the same repetition ({_spread(rates, '.2f')} a second), "
+        f"{TIMES_AS_MANY * settings['plan']['num']} conversations begin at the times of a Poisson process, and users "
+        f"think for {settings['think_s']:g} s before each turn, in the mean:"
     )
 
 

@@ -344,7 +344,7 @@ def attend_lanes(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
         _unpack_slots(kind, key, token_bytes, slots, head_dim, keys, key_scales, ahead)
         _unpack_slots(kind, key + part_bytes, token_bytes, slots, head_dim, values, value_scales, ahead)
         for piece in range(slices):
-                # Some row sees the slots `[seen, seen_end)`; all see all of the page where none is `masked`.
+            # Some row sees the slots `[seen, seen_end)`; all see all of the page where none is `masked`.
             low = first_position + piece * _LANES // group
             high = first_position + (min((piece + 1) * _LANES, lanes) - 1) // group
             seen, seen_end = _seen(low, begin, page_size, window)[0], min(high + 1 - begin, page_size)

@@ -370,6 +370,9 @@ def _add_json(command: argparse.ArgumentParser, what: str = "write everything th
 
 
 def _kernels(options: argparse.Namespace) -> int:
+    # As workers have it, before torch is loaded: its threads would spin for a while behind each of its own runs, on the
+    # cores that the next one is measured on.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from benchmarks.kernels import command
 
     if options.prompts:

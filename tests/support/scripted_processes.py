@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import grpc
@@ -26,7 +26,12 @@ from tests.support.grpc_server import serving
 _P = TypeVar("_P", "ScriptedWorkerProcess", "ScriptedRouterProcess")
 
 CACHE_SECRET = b"of the cluster"
-POLICY = Policy(first_delay_s=0.05, stable_s=60, silence_s=0.6, router_silence_s=0.6, stop_s=0.3)
+#: Nobody counts as silent while the test's own process waits for a core.
+POLICY = Policy(first_delay_s=0.05, stable_s=60, silence_s=60, router_silence_s=60, stop_s=0.3)
+#: For what a silence brings about.
+IMPATIENT = replace(POLICY, silence_s=0.6, router_silence_s=0.6)
+#: A condition may take so long where eight others want each core.
+LONG_S = 60.0
 
 
 @dataclass
@@ -243,7 +248,7 @@ class World:
         await self._servers.aclose()
 
     async def until_noted(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5), self.noted:
+        async with asyncio.timeout(LONG_S), self.noted:
             await self.noted.wait_for(condition)
 
     def named(self, name: str) -> ScriptedWorkerProcess:
@@ -338,11 +343,12 @@ async def running(
     decode: int = 1,
     routers: int = 1,
     check_room: Callable[[dict[Role, int]], None] = lambda _: None,
+    policy: Policy = POLICY,
 ) -> AsyncIterator[tuple[Supervisor, asyncio.Task[None]]]:
     """A supervisor, and its run, which is cancelled at the end of the block: what it has started lives on."""
     wanted = {Role.PREFILL: prefill, Role.DECODE: decode, Role.ROUTER: routers}
     supervisor = Supervisor(
-        world, wanted=wanted, heartbeat_s=0.1, policy=POLICY, check_room=check_room, cache_secret=CACHE_SECRET
+        world, wanted=wanted, heartbeat_s=0.1, policy=policy, check_room=check_room, cache_secret=CACHE_SECRET
     )
     run = asyncio.create_task(supervisor.run())
     await supervisor.opened.wait()
@@ -354,12 +360,14 @@ async def running(
 
 
 @asynccontextmanager
-async def supervising(world: World, prefill: int = 1, decode: int = 1, routers: int = 1) -> AsyncIterator[Supervisor]:
+async def supervising(
+    world: World, prefill: int = 1, decode: int = 1, routers: int = 1, policy: Policy = POLICY
+) -> AsyncIterator[Supervisor]:
     """A supervisor that shuts down at the end of the block."""
-    async with running(world, prefill, decode, routers) as (supervisor, run):
+    async with running(world, prefill, decode, routers, policy=policy) as (supervisor, run):
         yield supervisor
         await supervisor.shut_down(grace_s=0.2)
-        await asyncio.wait_for(run, 5)
+        await asyncio.wait_for(run, LONG_S)
 
 
 async def patient_shutdown(world: World, supervisor: Supervisor) -> asyncio.Task[None]:
@@ -367,13 +375,13 @@ async def patient_shutdown(world: World, supervisor: Supervisor) -> asyncio.Task
     world.requests_end.clear()
     await until_change(supervisor, lambda: supervisor.cluster.settled)
     asking = asyncio.create_task(supervisor.shut_down(grace_s=60))
-    await asyncio.wait_for(world.asked_to_drain.wait(), 5)
+    await asyncio.wait_for(world.asked_to_drain.wait(), LONG_S)
     return asking
 
 
 async def until_change(supervisor: Supervisor, condition: Callable[[], bool]) -> None:
     """Wait for a change after which `condition` holds."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LONG_S):
         async for _ in supervisor.changes():
             if condition():
                 return

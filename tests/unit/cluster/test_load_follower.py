@@ -17,7 +17,15 @@ from tandem.core.config import MAX_POOL
 from tandem.core.errors import ConfigError
 from tandem.core.identity import Role
 from tandem.rpc.v1.common_pb2 import PageCounts, WorkerStatus
-from tests.support.scripted_processes import POLICY, ScriptedWorkerProcess, World, processes, running, until_change
+from tests.support.scripted_processes import (
+    LONG_S,
+    POLICY,
+    ScriptedWorkerProcess,
+    World,
+    processes,
+    running,
+    until_change,
+)
 
 
 @pytest.fixture
@@ -100,7 +108,7 @@ async def test_an_ordered_size_stays_whatever_the_load(world: World) -> None:
             assert supervisor.cluster.wanted[Role.PREFILL] == 1
             world.heartbeats.clear()
             for _ in range(10):
-                await asyncio.wait_for(world.heartbeats.wait(), 5)
+                await asyncio.wait_for(world.heartbeats.wait(), LONG_S)
                 world.heartbeats.clear()
         assert supervisor.cluster.wanted[Role.PREFILL] == 1
         assert not supervisor.follower.pools

@@ -12,7 +12,7 @@ from tandem.cluster.supervisor.nodes import Node
 from tandem.core.errors import WorkerLostError
 from tandem.core.identity import Role
 from tandem.core.machine import HostBoot
-from tests.support.scripted_processes import World, processes, supervising, until_change
+from tests.support.scripted_processes import IMPATIENT, LONG_S, World, processes, supervising, until_change
 from tests.support.waiting import until
 
 
@@ -61,7 +61,7 @@ async def test_the_successor_of_a_worker_that_is_cut_off_with_its_node_goes_to_a
 
 async def test_a_worker_that_is_stopped_on_a_node_that_answers_is_started_there_again(world: World) -> None:
     world.listed = [PREFILL, FIRST]
-    async with supervising(world) as supervisor:
+    async with supervising(world, policy=IMPATIENT) as supervisor:
         await until_change(supervisor, lambda: supervisor.cluster.settled)
         first = world.named("decode-0")
         world.deaf = True
@@ -135,7 +135,7 @@ async def test_nodes_are_knocked_at_while_a_machine_does_not_say_which_one_it_is
     async with supervising(world) as supervisor:
         await until_change(supervisor, lambda: supervisor.cluster.settled)
         supervisor.cluster.book.leave_unproven("decode-0.x", HostBoot(FIRST.address, "machine", "boot"))
-        await asyncio.wait_for(asked.wait(), 5)
+        await asyncio.wait_for(asked.wait(), LONG_S)
         cut_off: tuple[set[str], ...] = (set(), {"p"}, set())
         for world.cut_off in cut_off:
             supervisor.cluster.book.miss("p")

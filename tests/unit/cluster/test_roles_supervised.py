@@ -12,6 +12,7 @@ from tandem.cluster.supervisor.supervisor import Supervisor
 from tandem.core.errors import ConfigError
 from tandem.core.identity import Role
 from tests.support.scripted_processes import (
+    LONG_S,
     POLICY,
     ScriptedWorkerProcess,
     World,
@@ -82,11 +83,11 @@ async def test_one_that_changed_for_nobody_is_killed(world: World) -> None:
         leaving, heir = await scaled(world, supervisor, can_change=True)
         leaving.ignores_stop = True
         leaving.drained.set()
-        await until(lambda: bool(leaving.num_stops), "the order", 5)
+        await until(lambda: bool(leaving.num_stops), "the order", LONG_S)
         await supervisor.scale({Role.DECODE: 1})
         leaving.ignores_stop = False
         leaving.stop()
-        await asyncio.wait_for(asyncio.shield(heir.gone), 5)
+        await asyncio.wait_for(asyncio.shield(heir.gone), LONG_S)
         assert set(supervisor.cluster.workers) == {"prefill-0", "decode-0"}
 
 

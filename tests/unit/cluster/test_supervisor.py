@@ -20,6 +20,8 @@ from tandem.rpc.v1 import common_pb2
 from tandem.rpc.v1.control_pb2 import SuspectedWriter
 from tests.support.scripted_processes import (
     CACHE_SECRET,
+    IMPATIENT,
+    LONG_S,
     POLICY,
     ScriptedRouterProcess,
     ScriptedWorkerProcess,
@@ -43,7 +45,7 @@ async def test_brings_up_the_pools_and_tells_the_router(world: World) -> None:
         await until_change(supervisor, lambda: supervisor.cluster.settled)
         assert sorted(worker.name for worker in world.workers) == ["decode-0", "decode-1", "prefill-0"]
         assert world.remembered == Intent({Role.PREFILL: 1, Role.DECODE: 2, Role.ROUTER: 1})
-        await asyncio.wait_for(world.told.wait(), 5)
+        await asyncio.wait_for(world.told.wait(), LONG_S)
     assert len(world.memberships[-1].members) == 3
     assert {membership.cache_secret for membership in world.memberships} == {CACHE_SECRET}
     versions = [membership.version for membership in world.memberships]
@@ -77,9 +79,9 @@ async def test_a_shutdown_lets_requests_end_at_every_router(world: World) -> Non
         asking = asyncio.create_task(supervisor.shut_down(grace_s=60))
         assert len(world.routers) == 2
         for router in world.routers:
-            await asyncio.wait_for(router.asked_to_drain.wait(), 5)
+            await asyncio.wait_for(router.asked_to_drain.wait(), LONG_S)
         world.requests_end.set()
-        await asyncio.wait_for(asyncio.gather(asking, run), 5)
+        await asyncio.wait_for(asyncio.gather(asking, run), LONG_S)
 
 
 async def test_a_removed_router_goes_only_when_its_last_connection_has_ended(world: World) -> None:
@@ -87,7 +89,7 @@ async def test_a_removed_router_goes_only_when_its_last_connection_has_ended(wor
         await until_change(supervisor, lambda: supervisor.cluster.settled)
         await supervisor.scale({Role.ROUTER: 1})
         leaving = next(router for router in world.routers if router.name == "router-1")
-        await asyncio.wait_for(leaving.asked_to_leave.wait(), 5)
+        await asyncio.wait_for(leaving.asked_to_leave.wait(), LONG_S)
         assert not leaving.ended.done()
         assert not leaving.asked_to_drain.is_set(), "it refuses nobody"
         leaving.left.set()
@@ -103,7 +105,7 @@ async def test_a_drained_router_is_replaced_by_one_on_its_own_node(world: World)
         await until_change(supervisor, lambda: "router-2" in world.started_beside)
         assert world.started_beside["router-2"] == ["router-1"], "the one that leaves is not counted"
         old = next(router for router in world.routers if router.name == "router-0")
-        await asyncio.wait_for(old.asked_to_leave.wait(), 5)
+        await asyncio.wait_for(old.asked_to_leave.wait(), LONG_S)
         old.left.set()
         await until_change(supervisor, lambda: supervisor.cluster.settled)
         assert set(supervisor.cluster.routers) == {"router-1", "router-2"}
@@ -146,7 +148,7 @@ async def test_a_worker_that_cannot_even_be_asked_for_is_tried_again_and_the_oth
 
 
 async def test_a_worker_that_answers_no_heartbeat_is_killed(world: World) -> None:
-    async with supervising(world) as supervisor:
+    async with supervising(world, policy=IMPATIENT) as supervisor:
         await until_change(supervisor, lambda: supervisor.cluster.settled)
         world.deaf = True
         first = world.named("prefill-0")
@@ -211,7 +213,7 @@ async def test_a_restarted_router_gets_the_membership_again(world: World) -> Non
         world.told.clear()
         world.routers[0].die()
         await until_change(supervisor, lambda: len(world.routers) == 2 and supervisor.cluster.settled)
-        await asyncio.wait_for(world.told.wait(), 5)
+        await asyncio.wait_for(world.told.wait(), LONG_S)
         assert len(world.memberships[-1].members) == 2
 
 
@@ -284,7 +286,7 @@ async def test_a_writer_that_the_router_suspects_is_killed_once(world: World) ->
         await until_change(supervisor, lambda: supervisor.cluster.settled)
         world.heartbeats.clear()
         for _ in range(2):  # the router goes on naming it
-            await asyncio.wait_for(world.heartbeats.wait(), 5)
+            await asyncio.wait_for(world.heartbeats.wait(), LONG_S)
             world.heartbeats.clear()
         assert supervisor.cluster.settled
         assert not world.named("prefill-0").was_killed
@@ -299,7 +301,7 @@ async def test_a_writer_that_is_suspected_before_it_is_adopted_is_killed_then(wo
     world.suspected = [SuspectedWriter(worker_id="prefill-0", incarnation="old")]
     world.found = Found([writer, router], [])
     async with supervising(world) as supervisor:
-        await asyncio.wait_for(world.heartbeats.wait(), 5)
+        await asyncio.wait_for(world.heartbeats.wait(), LONG_S)
         assert not writer.was_killed  # it does not listen yet, and is not blamed for that
         writer.loaded.set_result(None)
         await until_change(supervisor, lambda: world.named("prefill-0") is not writer)
@@ -348,7 +350,7 @@ async def test_a_shutdown_does_not_wait_for_a_process_that_ray_never_started(wor
         world.takes_orders.clear()
         world.named("decode-0").die()
         await until_change(supervisor, lambda: supervisor.cluster.workers["decode-0"].phase is Phase.STARTING)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LONG_S):
             await supervisor.shut_down(grace_s=0)
         world.takes_orders.set()
 
@@ -383,20 +385,20 @@ async def test_nobody_is_told_of_an_end_that_is_not_proved(world: World) -> None
 
 
 async def test_a_silent_router_is_killed_and_started_again(world: World) -> None:
-    async with supervising(world) as supervisor:
+    async with supervising(world, policy=IMPATIENT) as supervisor:
         await until_change(supervisor, lambda: supervisor.cluster.settled)
         world.router_deaf = True
         await until_change(supervisor, lambda: world.routers[0].was_killed)
         world.router_deaf = False
         world.told.clear()
         await until_change(supervisor, lambda: len(world.routers) == 2 and supervisor.cluster.settled)
-        await asyncio.wait_for(world.told.wait(), 5)
+        await asyncio.wait_for(world.told.wait(), LONG_S)
 
 
 async def test_processes_that_answer_are_left_alone(world: World) -> None:
-    async with supervising(world) as supervisor:
+    async with supervising(world, policy=IMPATIENT) as supervisor:
         await until_change(supervisor, lambda: supervisor.cluster.settled)
-        await asyncio.sleep(1.5 * max(POLICY.silence_s, POLICY.router_silence_s))
+        await asyncio.sleep(1.5 * max(IMPATIENT.silence_s, IMPATIENT.router_silence_s))
         assert not any(process.was_killed for process in (*world.workers, *world.routers))
 
 
@@ -487,11 +489,11 @@ async def test_a_later_supervisor_tells_of_what_ended_meanwhile_and_goes_on_with
 
 
 async def test_a_host_that_stood_still_kills_nobody_when_it_goes_on(world: World) -> None:
-    async with supervising(world, 2, 2) as supervisor:
+    async with supervising(world, 2, 2, policy=IMPATIENT) as supervisor:
         await until_change(supervisor, lambda: supervisor.cluster.settled)
         await asyncio.sleep(0.35)  # heartbeats are under way
-        time.sleep(2 * POLICY.silence_s)  # noqa: ASYNC251 - everything stands still: the supervisor and what it would listen to
-        await asyncio.sleep(POLICY.silence_s)
+        time.sleep(2 * IMPATIENT.silence_s)  # noqa: ASYNC251 - everything stands still: the supervisor and what it would listen to
+        await asyncio.sleep(IMPATIENT.silence_s)
         assert not any(worker.was_killed for worker in world.workers)
         assert not any(router.was_killed for router in world.routers)
         world.deaf = True  # and it still sees who is silent
@@ -506,21 +508,21 @@ async def test_a_shutdown_goes_on_when_nobody_waits_for_it_any_more(world: World
         await asyncio.gather(asking, return_exceptions=True)
         assert not supervisor.cluster.stopping
         world.requests_end.set()
-        await asyncio.wait_for(run, 5)
+        await asyncio.wait_for(run, LONG_S)
         assert supervisor.cluster.closed
 
 
 async def test_a_second_call_shortens_the_grace(world: World) -> None:
     async with running(world) as (supervisor, run):
         patient = await patient_shutdown(world, supervisor)
-        await asyncio.wait_for(supervisor.shut_down(grace_s=0), 5)
-        await asyncio.wait_for(asyncio.gather(patient, run), 5)
+        await asyncio.wait_for(supervisor.shut_down(grace_s=0), LONG_S)
+        await asyncio.wait_for(asyncio.gather(patient, run), LONG_S)
 
 
 async def test_a_shutdown_is_remembered_and_a_later_supervisor_ends_it(world: World) -> None:
     async with running(world) as (first, _):
         asking = await patient_shutdown(world, first)
-        assert await asyncio.to_thread(world.closing_remembered.wait, 5)
+        assert await asyncio.to_thread(world.closing_remembered.wait, LONG_S)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
     old = list(world.workers)
@@ -529,8 +531,8 @@ async def test_a_shutdown_is_remembered_and_a_later_supervisor_ends_it(world: Wo
     world.asked_to_drain.clear()
     second = Supervisor(world, wanted={}, heartbeat_s=0.1, policy=POLICY)
     task = asyncio.create_task(second.run())
-    await asyncio.wait_for(world.asked_to_drain.wait(), 5)
+    await asyncio.wait_for(world.asked_to_drain.wait(), LONG_S)
     world.requests_end.set()
-    await asyncio.wait_for(task, 5)
+    await asyncio.wait_for(task, LONG_S)
     assert world.workers == old
     assert all(worker.ended.done() for worker in old)

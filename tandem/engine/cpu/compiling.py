@@ -1,16 +1,19 @@
-"""Machine code made by Numba and kept on disk for the next process."""
+"""Machine code made by Numba and kept on disk for other processes; what several want at once, one compiles."""
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numba
 from numba import types
+from numba.core.caching import FunctionCache
 from numba.core.ccallback import CFunc
 
 _log = logging.getLogger(__name__)
@@ -44,15 +47,56 @@ def compile_piece(function: Callable[[Any, Any, Any], None], *, fast_math: bool)
     return address
 
 
+class _SharedCache(FunctionCache):  # type: ignore[misc]
+    """Numba's, for the workers of a host that start together on a fresh install: who finds a function missing compiles
+    it, and the others wait for that instead of doing the same beside it."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        # Numba's own stamp covers the function's file only; most of a kernel's code comes from other files.
+        index = self._cache_file
+        index._source_stamp = (index._source_stamp, _digest_of_sources())
+        self._lock_file = Path(self._cache_path, f"{self._impl.filename_base}.lock")
+        self._lock: int | None = None  # held while this process compiles
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        found = super().load_overload(sig, target_context)
+        if found is None and self._lock_up():
+            found = super().load_overload(sig, target_context)  # by who held the lock
+            if found is not None:
+                self._unlock()
+        return found
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        finally:
+            self._unlock()
+
+    def _lock_up(self) -> bool:
+        """Whether there was something to wait for, and it is this process's turn now. The lock of a process that ends,
+        or whose compilation fails, goes with it."""
+        if self._lock is not None:
+            return False
+        self._impl.locator.ensure_cache_path()
+        self._lock = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        except OSError as error:  # a file system without locks: processes that start together compile beside each other
+            _log.warning("%s cannot be locked: %s", self._lock_file, error)
+        return True
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
 def _keep(compiled: Any) -> None:
     try:
-        compiled.enable_caching()
+        compiled._cache = _SharedCache(compiled.__wrapped__)
     except RuntimeError as error:  # no directory to write to: every process compiles anew
         _log.warning("compiled kernels cannot be cached: %s", error)
-        return
-    # Numba's own stamp covers the function's file only; most of a kernel's code comes from other files.
-    index = compiled._cache._cache_file
-    index._source_stamp = (index._source_stamp, _digest_of_sources())
 
 
 @functools.cache

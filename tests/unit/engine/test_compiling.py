@@ -1,0 +1,76 @@
+"""Kernels of a fresh install, where several workers of a host want them at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FUNCTIONS = """
+def whole(first, end, arguments):
+    for _ in range(first, end):
+        pass
+
+
+def half(x):
+    return x / 2
+"""
+WORKER = """
+import sys
+from numba.core.ccallback import CFunc
+from numba.core.dispatcher import _FunctionCompiler
+from functions import half, whole
+from tandem.engine.cpu.compiling import compile_function, compile_piece
+
+
+def noted(cls, name):
+    inner = getattr(cls, name)
+
+    def compile(self, *args):
+        print(name, flush=True)
+        return inner(self, *args)
+
+    setattr(cls, name, compile)
+
+
+noted(CFunc, "_compile_uncached")
+noted(_FunctionCompiler, "_compile_core")
+print("ready", flush=True)
+sys.stdin.read()
+assert compile_piece(whole, fast_math=True)
+assert compile_function(half)(3) == 1.5
+print("served", flush=True)
+"""
+
+
+@pytest.mark.processes
+def test_one_of_those_that_start_together_compiles_and_the_others_wait(tmp_path: Path) -> None:
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    (tmp_path / "worker.py").write_text(WORKER)
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "kept"), "PYTHONPATH": f"{tmp_path}:{os.getcwd()}"}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "worker.py"],
+            cwd=tmp_path,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(3)
+    ]
+    for worker in workers:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "ready\n"
+    for worker in workers:
+        assert worker.stdin is not None
+        worker.stdin.close()
+    said = [worker.stdout.read().split() for worker in workers if worker.stdout is not None]
+    assert [worker.wait() for worker in workers] == [0, 0, 0]
+    compiled = [word for words in said for word in words if word != "served"]
+    assert compiled.count("_compile_uncached") == 1
+    assert compiled.count("_compile_core") == 2, "of the C function and of the other one"
+    assert all(words[-1] == "served" for words in said)

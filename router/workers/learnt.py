@@ -6,12 +6,13 @@ import math
 
 #: What mixed steps and reads from tiers take holds so long without another figure.
 REMEMBERED_S = 30.0
-# Of the newest figure in the mean.
-_WEIGHT = 1 / 16
+# Of what was noted before, with each new note.
+_KEPT = 15 / 16
 
 
 class Learnt:
-    """A mean of which the newest figures count most.
+    """So much of one thing for each of another, tokens a second for one. The newest figures count most, and the large
+    ones: a prompt of a few tokens, which takes what a step takes, says little of how fast tokens are computed.
 
     Args:
         holds_s: so long after the last figure it is forgotten. What was slow once might otherwise be avoided for ever,
@@ -20,17 +21,20 @@ class Learnt:
 
     def __init__(self, holds_s: float = math.inf) -> None:
         self._holds_s = holds_s
-        self._mean = 0.0
+        self._amount, self._per = 0.0, 0.0
         self._noted_s = -math.inf
 
-    def note(self, total: float, num: int, now_s: float) -> None:
-        """`num` figures, whose sum is `total`."""
-        if num < 1 or total <= 0:
+    def note(self, amount: float, per: float, now_s: float) -> None:
+        """Where one of the two is nothing, nothing is learnt."""
+        if amount <= 0 or per <= 0:
             return
-        newest, known = total / num, self.at(now_s)
-        self._mean = known + (1 - (1 - _WEIGHT) ** num) * (newest - known) if known else newest
+        kept = _KEPT if self._holds(now_s) else 0.0
+        self._amount, self._per = kept * self._amount + amount, kept * self._per + per
         self._noted_s = now_s
 
     def at(self, now_s: float) -> float:
         """0: it is not known."""
-        return self._mean if now_s - self._noted_s <= self._holds_s else 0.0
+        return self._amount / self._per if self._per and self._holds(now_s) else 0.0
+
+    def _holds(self, now_s: float) -> bool:
+        return now_s - self._noted_s <= self._holds_s

@@ -379,7 +379,7 @@ class WorkerRegistry:
 
         if not is_first and (took_s := status.chunk_s - before.chunk_s) > 0:  # else they may be of long ago
             num_tokens = status.chunk_tokens - before.chunk_tokens
-            self._chunk_speed.note(num_tokens / took_s, 1, self._clock.now())
+            self._chunk_speed.note(num_tokens, took_s, self._clock.now())
         if status.HasField("tiers"):
             self._note_reads(session, status.tiers)
         if status.HasField("links"):
@@ -418,8 +418,7 @@ class WorkerRegistry:
         if isinstance(message, HandoffDone | PrefillEnded):
             self.on_work(message.request_id, message.attempt, Role.PREFILL, message.spans)
             metrics.prefill_compute_s.observe(message.compute_s)
-            if message.num_computed_tokens and message.compute_s > 0:
-                self._prefill_speed.note(message.num_computed_tokens / message.compute_s, 1, self._clock.now())
+            self._prefill_speed.note(message.num_computed_tokens, message.compute_s, self._clock.now())
         if isinstance(message, HandoffDone | PrefillEnded | ComputesHere) and message.attempt > 1:
             metrics.prompt_tokens_recomputed.inc(message.num_computed_tokens)
 

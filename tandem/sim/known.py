@@ -162,9 +162,9 @@ class Known:
         machine.tell()
         self.hear_pages(machine)
         if machine.role is Role.PREFILL and (busy_s := work.busy_s - before.busy_s) > 0:
-            self._prompt_speed.note((work.num_tokens - before.num_tokens) / busy_s, 1, now_s)
+            self._prompt_speed.note(work.num_tokens - before.num_tokens, busy_s, now_s)
         elif self._shape.is_colocated and (chunk_s := work.chunk_s - before.chunk_s) > 0:
-            self._prompt_speed.note((work.num_chunk_tokens - before.num_chunk_tokens) / chunk_s, 1, now_s)
+            self._prompt_speed.note(work.num_chunk_tokens - before.num_chunk_tokens, chunk_s, now_s)
         self._told[machine.key], self._told_s[machine.key] = replace(work), now_s
         self.show(machine)
         self.turns.look()

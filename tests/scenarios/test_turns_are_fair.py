@@ -1,7 +1,7 @@
 """Tenants with a backlog get what their weights say, with real processes: 1P1D, four places.
 
-Engines are simulated: an answer takes what its steps take, a tenth of a second and more, and not what this process needs
-to ask for the next one, so that who has a backlog has it on slow machines too.
+Engines are simulated: an answer takes what its steps take, a tenth of a second and more, and not what this process
+needs to ask for the next one, so that who has a backlog has it on slow machines too.
 """
 
 from __future__ import annotations

@@ -32,4 +32,4 @@ async def test_the_first_handoff_makes_no_call_to_pair(worker_model_dir: Path) -
 async def pair_is_up(prefill: object, receiver: str) -> None:
     parts, connections = prefill.parts, prefill.connections  # type: ignore[attr-defined]
     waited = asyncio.run_coroutine_threadsafe(connections.wait_greeted(receiver), parts.loop)
-    await asyncio.wait_for(asyncio.wrap_future(waited), 10)
+    await asyncio.wait_for(asyncio.wrap_future(waited), 60)

@@ -220,7 +220,7 @@ async def test_a_drain_does_not_outlive_its_worker(life: WorkerPair) -> None:
         draining = asyncio.get_running_loop().run_in_executor(None, life.decode_process.drain)
         await until(lambda: life.decode.parts.life.draining, "the drain")
         await asyncio.to_thread(life.decode_process.stop)
-        await asyncio.wait_for(draining, 5)
+        await asyncio.wait_for(draining, 60)
 
 
 async def test_a_worker_that_closes_its_connections_hears_of_no_more_ends(life: WorkerPair) -> None:

@@ -22,6 +22,7 @@ from tandem.core.machine import HostBoot
 from tandem.rpc.v1 import common_pb2, control_pb2, control_pb2_grpc
 from tandem.rpc.v1.control_pb2 import SuspectedWriter
 from tests.support.grpc_server import serving
+from tests.support.waiting import LONG_S
 
 _P = TypeVar("_P", "ScriptedWorkerProcess", "ScriptedRouterProcess")
 
@@ -30,8 +31,6 @@ CACHE_SECRET = b"of the cluster"
 POLICY = Policy(first_delay_s=0.05, stable_s=60, silence_s=60, router_silence_s=60, stop_s=0.3)
 #: For what a silence brings about.
 IMPATIENT = replace(POLICY, silence_s=0.6, router_silence_s=0.6)
-#: A condition may take so long where eight others want each core.
-LONG_S = 60.0
 
 
 @dataclass

@@ -30,7 +30,7 @@ from tandem.rpc.v1.decode_pb2_grpc import (
 from tandem.rpc.v1.prefill_pb2_grpc import PrefillServiceServicer, add_PrefillServiceServicer_to_server
 
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
-WAIT_S = 15.0
+WAIT_S = 60.0
 
 #: (prompt ids, choice, index) → token id
 Script = Callable[[list[int], int, int], int]

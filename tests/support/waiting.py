@@ -10,6 +10,9 @@ from typing import TypeVar
 
 _T = TypeVar("_T")
 
+#: What comes in milliseconds may take so long where many others want the cores; only a hang takes longer.
+LONG_S = 60.0
+
 #: How many times a bound of the failure contract may take: tests share the host's cores.
 SLACK = 3.0
 
@@ -17,7 +20,7 @@ SLACK = 3.0
 def wait_until(
     look: Callable[[], _T],
     what: object,
-    timeout_s: float = 10.0,
+    timeout_s: float = LONG_S,
     *,
     wanted: Callable[[_T], object] = bool,
     every_s: float = 0.01,
@@ -42,7 +45,7 @@ def wait_until(
 async def until(
     look: Callable[[], _T | Awaitable[_T]],
     what: object,
-    timeout_s: float = 10.0,
+    timeout_s: float = LONG_S,
     *,
     wanted: Callable[[_T], object] = bool,
     every_s: float = 0.002,

@@ -18,7 +18,6 @@ from tandem.core.errors import ConfigError
 from tandem.core.identity import Role
 from tandem.rpc.v1.common_pb2 import PageCounts, WorkerStatus
 from tests.support.scripted_processes import (
-    LONG_S,
     POLICY,
     ScriptedWorkerProcess,
     World,
@@ -26,6 +25,7 @@ from tests.support.scripted_processes import (
     running,
     until_change,
 )
+from tests.support.waiting import LONG_S
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from tandem.cluster.supervisor.nodes import Node
 from tandem.core.errors import WorkerLostError
 from tandem.core.identity import Role
 from tandem.core.machine import HostBoot
-from tests.support.scripted_processes import IMPATIENT, LONG_S, World, processes, supervising, until_change
-from tests.support.waiting import until
+from tests.support.scripted_processes import IMPATIENT, World, processes, supervising, until_change
+from tests.support.waiting import LONG_S, until
 
 
 def node(name: str, role: Role) -> Node:

@@ -12,7 +12,6 @@ from tandem.cluster.supervisor.supervisor import Supervisor
 from tandem.core.errors import ConfigError
 from tandem.core.identity import Role
 from tests.support.scripted_processes import (
-    LONG_S,
     POLICY,
     ScriptedWorkerProcess,
     World,
@@ -20,7 +19,7 @@ from tests.support.scripted_processes import (
     supervising,
     until_change,
 )
-from tests.support.waiting import until
+from tests.support.waiting import LONG_S, until
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ from tandem.rpc.v1.control_pb2 import SuspectedWriter
 from tests.support.scripted_processes import (
     CACHE_SECRET,
     IMPATIENT,
-    LONG_S,
     POLICY,
     ScriptedRouterProcess,
     ScriptedWorkerProcess,
@@ -32,6 +31,7 @@ from tests.support.scripted_processes import (
     supervising,
     until_change,
 )
+from tests.support.waiting import LONG_S
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from kvtransfer.transports.events import GreetingArrived, PeerId, ThreadEvent
 from kvtransfer.transports.registry import create_transport
 from tests.support.waiting import until
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 @dataclass

@@ -130,7 +130,7 @@ class PrefillEnd(End):
 
     async def write(self) -> WriteCompleted | WriteFailed:
         self.thread.write(PeerId(DECODE), [Descriptor(0, 0, 8)], b"tag")
-        return await asyncio.wait_for(self.ends.get(), 5)
+        return await asyncio.wait_for(self.ends.get(), 60)
 
 
 class Site:
@@ -224,7 +224,7 @@ async def test_who_waits_for_a_connection_goes_on_when_its_peer_has_ended(site: 
     site.cut()
     assert isinstance(await site.prefill.write(), WriteFailed)
     await until(lambda: waiting, "whoever waits")
-    await asyncio.wait_for(waiting[0], 5)
+    await asyncio.wait_for(waiting[0], 60)
     await until(lambda: not site.prefill.tasks, "the end of all tries")
     with pytest.raises(WorkerLostError):
         await connections.wait_whole(site.prefill.peer)

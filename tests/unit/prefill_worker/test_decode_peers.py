@@ -23,7 +23,7 @@ from tests.support.waiting import until
 
 LAYOUT = LayoutId("ab" * 32, "float32", num_layers=2, num_kv_heads=1, head_dim=2, page_size=4)
 KEY = AttemptKey("request", 1)
-WAIT_S = 5.0
+WAIT_S = 60.0
 
 
 @dataclass

@@ -17,7 +17,7 @@ from tests.unit.rpc.wire_fuzz import FUZZ
 FEW = settings(FUZZ, max_examples=15)
 
 PARAMS = Ask([]).params
-SETTLE_S = 8.0
+SETTLE_S = 9.0
 SHORT_LEASE = {**CONFIG, "transport": {"lease_s": 1.0, "grace_s": 0.5}}
 
 

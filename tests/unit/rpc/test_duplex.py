@@ -16,7 +16,7 @@ from tandem.rpc.v1 import decode_pb2_grpc
 from tests.support.scripted_worker import ScriptedDecode
 from tests.support.waiting import until
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 def call_of(request_id: str) -> decode_pb.CommitCall:

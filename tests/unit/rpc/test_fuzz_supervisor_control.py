@@ -131,4 +131,4 @@ async def test_a_grace_that_is_none_is_refused_and_it_stops_in_order_after(grace
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert not supervisor.cluster.stopping
             await stub.Shutdown(supervisor_pb2.ShutdownRequest(grace_s=0.0), timeout=10)
-        await asyncio.wait_for(life, 5)
+        await asyncio.wait_for(life, 60)

@@ -13,7 +13,7 @@ from tandem.worker.runner import Runner
 from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.step import StepHooks
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class Patient(Pacing):

@@ -13,7 +13,7 @@ from tandem.rpc import duplex
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.worker.sessions import SessionHub
 
-WAIT_S = 5.0
+WAIT_S = 60.0
 
 
 @dataclass

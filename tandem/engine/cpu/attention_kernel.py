@@ -35,6 +35,7 @@ from tandem.engine.cpu.attention_lanes import (
     make_scratch,
     weight_of,
 )
+from tandem.engine.cpu.compiling import inlined
 from tandem.engine.cpu.threads import Kernel
 from tandem.engine.cpu.vector_ir import BFLOAT16, FLOAT32, INT8, KV_ITEM_BYTES, SCALE_BYTES
 from tandem.engine.huge_pages import FLOAT_BYTES, LINE_BYTES
@@ -187,14 +188,15 @@ def _choose(builder: Any, is_so: Any, then: Callable[[], None], otherwise: Calla
             otherwise()
 
 
-def _tiles_by(make: Callable[[int, bool, bool], Callable[..., None]], num_addresses: int, num_floats: int) -> Any:
-    """A function for Numba's code that calls one of several tiles.
+def _tiles_by(make: Callable[[int, bool, bool], Callable[..., None]], num_addresses: int) -> Callable[..., None]:
+    """Calls one of several tiles.
 
     Its arguments are how many heads (1 to `_TILE_HEADS`), whether it is the large tile, and then those of a tile, of
     whose addresses the last is how far ahead to prefetch: at 0 it is a tile that does not.
 
     Args:
         make: a tile by number of heads, whether it is large, and whether it prefetches.
+        num_addresses: of a tile's arguments.
     """
 
     def emit(builder: Any, heads: Any, is_large: Any, *arguments: Any) -> None:
@@ -225,7 +227,7 @@ def _tiles_by(make: Callable[[int, bool, bool], Callable[..., None]], num_addres
 
         at_least(_TILE_HEADS)
 
-    return vir.kernel(2 + num_addresses, num_floats, types.void, emit)
+    return emit
 
 
 def _emit_greatest(builder: Any, scores: Any, vectors: Any, start: Any) -> Any:
@@ -263,7 +265,7 @@ _exponentials = vir.kernel(2, 1, types.float32, _emit_exponentials)
 # scores are the same bits.
 
 
-def _scores_of(kind: int) -> Any:
+def _scores_of(kind: int) -> Callable[..., None]:
     # A line is fetched once: where it holds several vectors, these are of one step.
     per_line = max(1, LINE_BYTES // (_LANES * KV_ITEM_BYTES[kind])) if kind != FLOAT32 else 1
     return _tiles_by(
@@ -271,28 +273,25 @@ def _scores_of(kind: int) -> Any:
             kind, heads, _TILE_SLOTS if large else 1, ahead=ahead, unrolled=per_line if ahead else 1
         ),
         7,
-        1,
     )
 
 
-def _scores_of_many(kind: int) -> Any:
-    return _tiles_by(lambda _, __, ahead: _score_tile(kind, 1, _LANES, ahead=ahead, unrolled=4), 7, 1)
+def _scores_of_many(kind: int) -> Callable[..., None]:
+    return _tiles_by(lambda _, __, ahead: _score_tile(kind, 1, _LANES, ahead=ahead, unrolled=4), 7)
 
 
-def _values_of(kind: int) -> Any:
-    return _tiles_by(lambda heads, large, ahead: _value_tile(kind, heads, 4 if large else 1, ahead=ahead), 8, 0)
+def _values_of(kind: int) -> Callable[..., None]:
+    return _tiles_by(lambda heads, large, ahead: _value_tile(kind, heads, 4 if large else 1, ahead=ahead), 8)
 
 
-def _values_of_half(kind: int) -> Any:
-    vec = _vec if _half is None else _half
-    return vir.kernel(8, 0, types.void, _value_tile(kind, 1, 1, ahead=False, vec=vec))
+def _values_of_half(kind: int) -> Callable[..., None]:
+    return _value_tile(kind, 1, 1, ahead=False, vec=_vec if _half is None else _half)
 
 
-_KINDS = FLOAT32, BFLOAT16, INT8
-_scores_float32, _scores_bfloat16, _scores_int8 = map(_scores_of, _KINDS)
-_many_float32, _many_bfloat16, _many_int8 = map(_scores_of_many, _KINDS)
-_values_float32, _values_bfloat16, _values_int8 = map(_values_of, _KINDS)
-_half_float32, _half_bfloat16, _half_int8 = map(_values_of_half, _KINDS)
+_scores = vir.kernel_by_kind(9, 1, types.void, _scores_of)
+_many = vir.kernel_by_kind(9, 1, types.void, _scores_of_many)
+_values = vir.kernel_by_kind(10, 0, types.void, _values_of)
+_values_half = vir.kernel_by_kind(8, 0, types.void, _values_of_half)
 
 
 def _emit_scale(builder: Any, weights: Any, scales: Any, stride: Any, slots: Any) -> None:
@@ -307,41 +306,31 @@ def _emit_scale(builder: Any, weights: Any, scales: Any, stride: Any, slots: Any
 _scale = vir.kernel(4, 0, types.void, _emit_scale)
 
 
-@numba.njit(nogil=True, inline="always")
+@inlined
 def _score(kind, heads, query, head_bytes, key, token_bytes, slots, scores, stride, ahead, scale):  # type: ignore[no-untyped-def] # pragma: no cover
     """Scores of `heads` queries (1 to 3) with `slots` keys; prefetches so far on, and where that is 0 nothing."""
     slot = 0
     while slot < slots:
         four = slots - slot >= _TILE_SLOTS
         k, s = key + slot * token_bytes, scores + slot * FLOAT_BYTES
-        if kind == BFLOAT16:
-            _scores_bfloat16(heads, four, query, head_bytes, k, token_bytes, s, stride, ahead, scale)
-        elif kind == INT8:
-            _scores_int8(heads, four, query, head_bytes, k, token_bytes, s, stride, ahead, scale)
-        else:
-            _scores_float32(heads, four, query, head_bytes, k, token_bytes, s, stride, ahead, scale)
+        _scores(kind, heads, four, query, head_bytes, k, token_bytes, s, stride, ahead, scale)
         slot += _TILE_SLOTS if four else 1
 
 
-@numba.njit(nogil=True, inline="always")
+@inlined
 def _score_many(kind, query, head_bytes, key, token_bytes, slots, room, scores, ahead, scale):  # type: ignore[no-untyped-def] # pragma: no cover
     """As `_score`, of one query, and with some more keys that are worth nothing: there are `room` of them."""
     slot = 0
     while slot + _LANES <= room and slot < slots:
         k, s = key + slot * token_bytes, scores + slot * FLOAT_BYTES
-        if kind == BFLOAT16:
-            _many_bfloat16(1, True, query, head_bytes, k, token_bytes, s, 0, ahead, scale)
-        elif kind == INT8:
-            _many_int8(1, True, query, head_bytes, k, token_bytes, s, 0, ahead, scale)
-        else:
-            _many_float32(1, True, query, head_bytes, k, token_bytes, s, 0, ahead, scale)
+        _many(kind, 1, True, query, head_bytes, k, token_bytes, s, 0, ahead, scale)
         slot += _LANES
     if slot < slots:
         k, s = key + slot * token_bytes, scores + slot * FLOAT_BYTES
         _score(kind, 1, query, head_bytes, k, token_bytes, slots - slot, s, 0, ahead, scale)
 
 
-@numba.njit(nogil=True, inline="always")
+@inlined
 def _add_values(kind, heads, weights, stride, value, token_bytes, slots, total, head_bytes, ahead):  # type: ignore[no-untyped-def] # pragma: no cover
     """Adds the values of `slots` tokens, weighted, to `heads` sums (1 to 3), which have `head_bytes`."""
     vectors = head_bytes // _VECTOR_BYTES
@@ -350,26 +339,16 @@ def _add_values(kind, heads, weights, stride, value, token_bytes, slots, total, 
     while done < vectors:
         four = vectors - done >= 4
         v, t = value + done * part_bytes, total + done * _VECTOR_BYTES
-        if kind == BFLOAT16:
-            _values_bfloat16(heads, four, weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
-        elif kind == INT8:
-            _values_int8(heads, four, weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
-        else:
-            _values_float32(heads, four, weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
+        _values(kind, heads, four, weights, stride, v, token_bytes, slots, t, head_bytes, ahead)
         done += 4 if four else 1
     if vectors * _VECTOR_BYTES < head_bytes:
         v = value + vectors * part_bytes
         for head in range(heads):
             t, w = total + head * head_bytes + vectors * _VECTOR_BYTES, weights + head * stride
-            if kind == BFLOAT16:
-                _half_bfloat16(w, stride, v, token_bytes, slots, t, head_bytes, ahead)
-            elif kind == INT8:
-                _half_int8(w, stride, v, token_bytes, slots, t, head_bytes, ahead)
-            else:
-                _half_float32(w, stride, v, token_bytes, slots, t, head_bytes, ahead)
+            _values_half(kind, w, stride, v, token_bytes, slots, t, head_bytes, ahead)
 
 
-@numba.njit(nogil=True, inline="always")
+@inlined
 def _walk_row(  # type: ignore[no-untyped-def] # pragma: no cover
     kind,
     adds,
@@ -405,7 +384,7 @@ def _walk_row(  # type: ignore[no-untyped-def] # pragma: no cover
                 fetch = 0
 
 
-@numba.njit(nogil=True, inline="always")
+@inlined
 def _weigh(scores, at, place, low, slots, softcap, total, weight_sum, greatest, row, head):  # type: ignore[no-untyped-def] # pragma: no cover
     """Scores of a head with `slots` slots from `low` on, the row `place` of `scores` at address `at`, become weights.
 
@@ -429,164 +408,159 @@ def _weigh(scores, at, place, low, slots, softcap, total, weight_sum, greatest, 
     weight_sum[row, head] += _exponentials(at, vectors, page_greatest)
 
 
-@numba.njit(nogil=True, inline="always")
+@inlined
 def _seen(position, page_size, window):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """What a row sees of a page that begins `position` tokens before its own: the first slot, and how many."""
     low = max(position - window + 1, 0) if window > 0 else 0
     return low, min(position + 1, page_size) - low
 
 
-@numba.njit(nogil=True, inline="always")
+@inlined
 def _has_lanes(num_rows, group):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """Whether a block of so many rows goes with a lane for each query."""
     return num_rows > _FEW_ROWS or (num_rows > 1 and num_rows * group >= _FEWEST_LANES)
 
 
-@numba.njit(nogil=True, inline="always")
-def _attend(kind, first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    """Items `[first, end)`: a block's rows with one of `splits` parts of the KV heads."""
-    (
-        query, num_heads, head_dim, pages, tables_at, num_tables, table_width, blocks_at, num_blocks, kv_heads,
-        splits, page_size, scaling_word, window, softcap_word, sinks_at, output_at,
-    ) = _seventeen_words(arguments)  # fmt: skip
-    scaling, softcap = real(scaling_word), real(softcap_word)
-    group = num_heads // kv_heads
-    own = kv_heads // splits
-    num_own = own * group
-    head_bytes = head_dim * FLOAT_BYTES
-    kv_bytes = head_dim * KV_ITEM_BYTES[kind] + SCALE_BYTES[kind]
-    token_bytes = kv_heads * kv_bytes
-    padded = (page_size + _LANES - 1) // _LANES * _LANES
-    blocks = numba.carray(int64s(blocks_at), (num_blocks, 4))
-    tables = numba.carray(int32s(tables_at), (num_tables, table_width))
-    output, sinks = float32s(output_at), float32s(sinks_at)
-    scores = np.empty((max(_FEW_ROWS, own) * group, padded), dtype=np.float32)
-    total = np.empty((_FEW_ROWS, num_own, head_dim), dtype=np.float32)
-    weight_sum = np.empty((_FEW_ROWS, num_own), dtype=np.float32)
-    greatest = np.empty((_FEW_ROWS, num_own), dtype=np.float32)
-    at, stride = scores.ctypes.data, padded * FLOAT_BYTES
-    most_lanes = 0
-    for item in range(first, end):
-        if _has_lanes(blocks[item // splits, 2], group):
-            most_lanes = max(most_lanes, blocks[item // splits, 2] * group)
-    scratch = make_scratch(most_lanes, head_dim, page_size)
-    for item in range(first, end):
-        table, first_row, num_rows, first_position = blocks[item // splits]
-        first_head = (item % splits) * own
-        if _has_lanes(num_rows, group):
-            for kv_head in range(first_head, first_head + own):
-                attend_lanes(
-                    kind, query, num_heads, head_dim, pages, tables[table], kv_heads, kv_head, page_size, first_row,
-                    num_rows, first_position, scaling, window, softcap, sinks_at, output_at, scratch,
-                )  # fmt: skip
-            continue
-        total[:num_rows] = 0
-        weight_sum[:num_rows] = 0
-        greatest[:num_rows] = -np.inf
-        if sinks_at:  # as a first score, whose value is zero
-            weight_sum[:num_rows] = 1
-            for head in range(num_own):
-                greatest[:num_rows, head] = sinks[first_head * group + head]
-        first_seen = max(first_position - window + 1, 0) if window > 0 else 0
-        for index in range(first_seen // page_size, (first_position + num_rows - 1) // page_size + 1):
-            page = pages + tables[table, index] * 2 * page_size * token_bytes
-            # Memory would rest while a page is computed. So each step of its first row fetches the same part of the
-            # page that comes next, in this block or in the next one.
-            if index < (first_position + num_rows - 1) // page_size:
-                ahead = pages + tables[table, index + 1] * 2 * page_size * token_bytes - page
-            elif item + 1 < num_blocks * splits:
-                ahead = pages + tables[blocks[(item + 1) // splits, 0], 0] * 2 * page_size * token_bytes - page
-            else:
-                ahead = 0
-            # All heads and rows of a page before the next page: its memory comes once.
-            if num_rows == 1:  # it sees something of each of its pages
-                low, slots = _seen(first_position - index * page_size, page_size, window)
-                key = page + first_head * kv_bytes + low * token_bytes
-                seen = at + low * FLOAT_BYTES
-                queries = query + (first_row * num_heads + first_head * group) * head_bytes
-                _walk_row(
-                    kind, False, queries, head_bytes, own, group, key, kv_bytes, token_bytes, slots, seen, stride,
-                    ahead, scaling,
-                )  # fmt: skip
-                value = key + page_size * token_bytes
-                for head in range(num_own):
-                    _weigh(
-                        scores, at + head * stride, head, low, slots, softcap, total, weight_sum, greatest, 0, head
-                    )
-                    if SCALE_BYTES[kind]:
-                        _scale(seen + head * stride, value + head // group * kv_bytes + head_dim, token_bytes, slots)
-                sums = total.ctypes.data
-                _walk_row(
-                    kind, True, sums, head_bytes, own, group, value, kv_bytes, token_bytes, slots, seen, stride,
-                    ahead, scaling,
-                )  # fmt: skip
+def _attend_of(kind: int) -> Callable[[Any, Any, Any], None]:
+    """For pages that hold numbers of this kind."""
+
+    def attend(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+        """Items `[first, end)`: a block's rows with one of `splits` parts of the KV heads."""
+        (
+            query, num_heads, head_dim, pages, tables_at, num_tables, table_width, blocks_at, num_blocks, kv_heads,
+            splits, page_size, scaling_word, window, softcap_word, sinks_at, output_at,
+        ) = _seventeen_words(arguments)  # fmt: skip
+        scaling, softcap = real(scaling_word), real(softcap_word)
+        group = num_heads // kv_heads
+        own = kv_heads // splits
+        num_own = own * group
+        head_bytes = head_dim * FLOAT_BYTES
+        kv_bytes = head_dim * KV_ITEM_BYTES[kind] + SCALE_BYTES[kind]
+        token_bytes = kv_heads * kv_bytes
+        padded = (page_size + _LANES - 1) // _LANES * _LANES
+        blocks = numba.carray(int64s(blocks_at), (num_blocks, 4))
+        tables = numba.carray(int32s(tables_at), (num_tables, table_width))
+        output, sinks = float32s(output_at), float32s(sinks_at)
+        scores = np.empty((max(_FEW_ROWS, own) * group, padded), dtype=np.float32)
+        total = np.empty((_FEW_ROWS, num_own, head_dim), dtype=np.float32)
+        weight_sum = np.empty((_FEW_ROWS, num_own), dtype=np.float32)
+        greatest = np.empty((_FEW_ROWS, num_own), dtype=np.float32)
+        at, stride = scores.ctypes.data, padded * FLOAT_BYTES
+        most_lanes = 0
+        for item in range(first, end):
+            if _has_lanes(blocks[item // splits, 2], group):
+                most_lanes = max(most_lanes, blocks[item // splits, 2] * group)
+        scratch = make_scratch(most_lanes, head_dim, page_size)
+        for item in range(first, end):
+            table, first_row, num_rows, first_position = blocks[item // splits]
+            first_head = (item % splits) * own
+            if _has_lanes(num_rows, group):
+                for kv_head in range(first_head, first_head + own):
+                    attend_lanes(
+                        kind, query, num_heads, head_dim, pages, tables[table], kv_heads, kv_head, page_size, first_row,
+                        num_rows, first_position, scaling, window, softcap, sinks_at, output_at, scratch,
+                    )  # fmt: skip
                 continue
-            for kv_head in range(own):
-                fetch = ahead
-                keys = page + (first_head + kv_head) * kv_bytes
-                # Each of the three parts for all rows: within a part no row waits for another.
-                for row in range(num_rows):
-                    low, slots = _seen(first_position + row - index * page_size, page_size, window)
-                    if slots < 1:
-                        continue
-                    head = (first_row + row) * num_heads + (first_head + kv_head) * group
-                    for member in range(group):
-                        _score_many(
-                            kind, query + (head + member) * head_bytes, head_bytes, keys + low * token_bytes,
-                            token_bytes, slots, page_size - low,
-                            at + (row * group + member) * stride + low * FLOAT_BYTES, fetch, scaling,
-                        )  # fmt: skip
-                        fetch = 0
-                for row in range(num_rows):
-                    low, slots = _seen(first_position + row - index * page_size, page_size, window)
-                    if slots < 1:
-                        continue
-                    value = keys + (page_size + low) * token_bytes
-                    for member in range(group):
-                        head, place = kv_head * group + member, row * group + member
+            total[:num_rows] = 0
+            weight_sum[:num_rows] = 0
+            greatest[:num_rows] = -np.inf
+            if sinks_at:  # as a first score, whose value is zero
+                weight_sum[:num_rows] = 1
+                for head in range(num_own):
+                    greatest[:num_rows, head] = sinks[first_head * group + head]
+            first_seen = max(first_position - window + 1, 0) if window > 0 else 0
+            for index in range(first_seen // page_size, (first_position + num_rows - 1) // page_size + 1):
+                page = pages + tables[table, index] * 2 * page_size * token_bytes
+                # Memory would rest while a page is computed. So each step of its first row fetches the same part of the
+                # page that comes next, in this block or in the next one.
+                if index < (first_position + num_rows - 1) // page_size:
+                    ahead = pages + tables[table, index + 1] * 2 * page_size * token_bytes - page
+                elif item + 1 < num_blocks * splits:
+                    ahead = pages + tables[blocks[(item + 1) // splits, 0], 0] * 2 * page_size * token_bytes - page
+                else:
+                    ahead = 0
+                # All heads and rows of a page before the next page: its memory comes once.
+                if num_rows == 1:  # it sees something of each of its pages
+                    low, slots = _seen(first_position - index * page_size, page_size, window)
+                    key = page + first_head * kv_bytes + low * token_bytes
+                    seen = at + low * FLOAT_BYTES
+                    queries = query + (first_row * num_heads + first_head * group) * head_bytes
+                    _walk_row(
+                        kind, False, queries, head_bytes, own, group, key, kv_bytes, token_bytes, slots, seen, stride,
+                        ahead, scaling,
+                    )  # fmt: skip
+                    value = key + page_size * token_bytes
+                    for head in range(num_own):
                         _weigh(
-                            scores, at + place * stride, place, low, slots, softcap, total, weight_sum, greatest, row,
-                            head,
-                        )  # fmt: skip
+                            scores, at + head * stride, head, low, slots, softcap, total, weight_sum, greatest, 0, head
+                        )
                         if SCALE_BYTES[kind]:
-                            _scale(at + place * stride + low * FLOAT_BYTES, value + head_dim, token_bytes, slots)
-                fetch = ahead
-                for row in range(num_rows):
-                    low, slots = _seen(first_position + row - index * page_size, page_size, window)
-                    if slots < 1:
-                        continue
-                    value = keys + (page_size + low) * token_bytes
-                    for member in range(0, group, _TILE_HEADS):
-                        heads = min(_TILE_HEADS, group - member)
-                        weights = at + (row * group + member) * stride + low * FLOAT_BYTES
-                        sums = total.ctypes.data + (row * num_own + kv_head * group + member) * head_bytes
-                        _add_values(kind, heads, weights, stride, value, token_bytes, slots, sums, head_bytes, fetch)
-                        fetch = 0
-        for row in range(num_rows):
-            for head in range(num_own):
-                inverse = np.float32(1.0) / weight_sum[row, head]
-                place = ((first_row + row) * num_heads + first_head * group + head) * head_dim
-                for dim in range(head_dim):
-                    output[place + dim] = total[row, head, dim] * inverse
+                            scales = value + head // group * kv_bytes + head_dim
+                            _scale(seen + head * stride, scales, token_bytes, slots)
+                    sums = total.ctypes.data
+                    _walk_row(
+                        kind, True, sums, head_bytes, own, group, value, kv_bytes, token_bytes, slots, seen, stride,
+                        ahead, scaling,
+                    )  # fmt: skip
+                    continue
+                for kv_head in range(own):
+                    fetch = ahead
+                    keys = page + (first_head + kv_head) * kv_bytes
+                    # Each of the three parts for all rows: within a part no row waits for another.
+                    for row in range(num_rows):
+                        low, slots = _seen(first_position + row - index * page_size, page_size, window)
+                        if slots < 1:
+                            continue
+                        head = (first_row + row) * num_heads + (first_head + kv_head) * group
+                        for member in range(group):
+                            _score_many(
+                                kind, query + (head + member) * head_bytes, head_bytes, keys + low * token_bytes,
+                                token_bytes, slots, page_size - low,
+                                at + (row * group + member) * stride + low * FLOAT_BYTES, fetch, scaling,
+                            )  # fmt: skip
+                            fetch = 0
+                    for row in range(num_rows):
+                        low, slots = _seen(first_position + row - index * page_size, page_size, window)
+                        if slots < 1:
+                            continue
+                        value = keys + (page_size + low) * token_bytes
+                        for member in range(group):
+                            head, place = kv_head * group + member, row * group + member
+                            _weigh(
+                                scores, at + place * stride, place, low, slots, softcap, total, weight_sum, greatest,
+                                row, head,
+                            )  # fmt: skip
+                            if SCALE_BYTES[kind]:
+                                _scale(at + place * stride + low * FLOAT_BYTES, value + head_dim, token_bytes, slots)
+                    fetch = ahead
+                    for row in range(num_rows):
+                        low, slots = _seen(first_position + row - index * page_size, page_size, window)
+                        if slots < 1:
+                            continue
+                        value = keys + (page_size + low) * token_bytes
+                        for member in range(0, group, _TILE_HEADS):
+                            heads = min(_TILE_HEADS, group - member)
+                            weights = at + (row * group + member) * stride + low * FLOAT_BYTES
+                            sums = total.ctypes.data + (row * num_own + kv_head * group + member) * head_bytes
+                            _add_values(
+                                kind, heads, weights, stride, value, token_bytes, slots, sums, head_bytes, fetch
+                            )  # fmt: skip
+                            fetch = 0
+            for row in range(num_rows):
+                for head in range(num_own):
+                    inverse = np.float32(1.0) / weight_sum[row, head]
+                    place = ((first_row + row) * num_heads + first_head * group + head) * head_dim
+                    for dim in range(head_dim):
+                        output[place + dim] = total[row, head, dim] * inverse
 
-
-def _attend_float32(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    _attend(FLOAT32, first, end, arguments)
-
-
-def _attend_bfloat16(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    _attend(BFLOAT16, first, end, arguments)
-
-
-def _attend_int8(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    _attend(INT8, first, end, arguments)
+    return attend
 
 
 _seventeen_words = words(17)
 #: By the type of K and V in the pages. Their items are blocks, times the parts of their KV heads.
 ATTEND: Mapping[str, Kernel] = {
-    name: Kernel(function, "iii" + "iiii" + "iiiii" + "fif" + "ii")
-    for name, function in (("float32", _attend_float32), ("bfloat16", _attend_bfloat16), ("int8", _attend_int8))
+    name: Kernel(_attend_of(kind), "iii" + "iiii" + "iiiii" + "fif" + "ii")
+    for name, kind in (("float32", FLOAT32), ("bfloat16", BFLOAT16), ("int8", INT8))
 }
 
 

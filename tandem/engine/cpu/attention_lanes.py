@@ -22,7 +22,8 @@ from numba.core import cgutils
 
 from tandem.engine.cpu import vector_ir as vir
 from tandem.engine.cpu.atomics import float32s
-from tandem.engine.cpu.vector_ir import BFLOAT16, FLOAT32, INT8, KV_ITEM_BYTES, SCALE_BYTES
+from tandem.engine.cpu.compiling import called, inlined
+from tandem.engine.cpu.vector_ir import BFLOAT16, INT8, KV_ITEM_BYTES, SCALE_BYTES
 from tandem.engine.huge_pages import FLOAT_BYTES, LINE_BYTES
 
 _IS_WIDE = vir.has_wide_vectors()
@@ -55,7 +56,7 @@ def weight_of(builder: Any, difference: Any) -> Any:
     return builder.select(is_nothing, VEC.constant(0.0), VEC.exponential(builder, difference))
 
 
-def _unpack(kind: int) -> Any:
+def _unpack_of(kind: int) -> Callable[..., None]:
     """Numbers of some slots of a head become float32 without gaps.
 
     Arguments: source, its stride, slots, numbers of each, destination, how far on to prefetch.
@@ -83,7 +84,7 @@ def _unpack(kind: int) -> Any:
                     loaded = kv_loader(HALF, kind)(builder, place)
                     HALF.store(builder, loaded, vir.advance(builder, to, rest_at.type(FLOAT_BYTES), rest_at))
 
-    return vir.kernel(6, 0, types.void, emit)
+    return emit
 
 
 # Each number of the queries of a slice, the sums of each number, the scores or weights of each slot are a row: a vector
@@ -256,7 +257,7 @@ def _emit_scale(builder: Any, rows: Any, first: Any, end: Any, scales: Any) -> N
         _multiply(builder, _row(builder, rows, slot), VEC.spread(builder, scale))
 
 
-_unpack_float32, _unpack_bfloat16, _unpack_int8 = map(_unpack, (FLOAT32, BFLOAT16, INT8))
+_unpack = vir.kernel_by_kind(6, 0, types.void, _unpack_of)
 _scores = vir.kernel(6, 1, types.void, vir.apart("lanes_scores", _emit_scores))
 _weigh, _weigh_seen = (_weigh_slots(masked=masked) for masked in (False, True))
 _add, _add_seen = (_add_slots(masked=masked) for masked in (False, True))
@@ -264,26 +265,22 @@ _scale = vir.kernel(4, 0, types.void, _emit_scale)
 _load_real = vir.kernel(1, 0, types.float32, vir.load_real)
 
 
-@numba.njit(nogil=True, inline="always")
+@inlined
 def _unpack_slots(kind, source, stride, slots, numbers, to, scales, ahead):  # type: ignore[no-untyped-def] # pragma: no cover
-    if kind == BFLOAT16:
-        _unpack_bfloat16(source, stride, slots, numbers, to.ctypes.data, ahead)
-    elif kind == INT8:
-        _unpack_int8(source, stride, slots, numbers, to.ctypes.data, ahead)
+    _unpack(kind, source, stride, slots, numbers, to.ctypes.data, ahead)
+    if SCALE_BYTES[kind]:
         for slot in range(slots):
             scales[slot] = _load_real(source + slot * stride + numbers)
-    else:
-        _unpack_float32(source, stride, slots, numbers, to.ctypes.data, ahead)
 
 
-@numba.njit(nogil=True, inline="always")
+@inlined
 def _seen(position, begin, page_size, window):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """The slots `[first, end)` that the token at `position` sees of the page whose first token is at `begin`."""
     first = max(position - window + 1 - begin, 0) if window > 0 else 0
     return first, min(position + 1 - begin, page_size)
 
 
-@numba.njit(nogil=True, inline="always")
+@called
 def attend_lanes(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     kind,
     query,
@@ -308,6 +305,7 @@ def attend_lanes(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
 
     `table` holds the sequence's pages; `scratch` is as `make_scratch` gives it.
     """
+    numba.literally(kind)
     greatest, weight_sum, lows, lengths, queries, total, scores, keys, values, key_scales, value_scales = scratch
     group = num_heads // kv_heads
     lanes = num_rows * group
@@ -386,7 +384,7 @@ def attend_lanes(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
             to[start + number] = total[piece, number * _LANES + lane] * inverse
 
 
-@numba.njit(nogil=True, inline="always")
+@inlined
 def _on_lines(count):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """Memory for so many float32, from the begin of a cache line on."""
     room = np.empty(count + LINE_BYTES // FLOAT_BYTES, dtype=np.float32)
@@ -394,7 +392,7 @@ def _on_lines(count):  # type: ignore[no-untyped-def] # pragma: no cover - compi
     return room[skipped : skipped + count]
 
 
-@numba.njit(nogil=True, inline="always")
+@inlined
 def make_scratch(lanes, head_dim, page_size):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """Memory for `attend_lanes` with up to so many queries of a KV head."""
     slices = (lanes + _LANES - 1) // _LANES

@@ -32,6 +32,13 @@ def compile_function(function: Callable[..., Any]) -> Any:
     return compiled
 
 
+#: Makes a function a part of those that call it. Numba copies its text into theirs, and for each copy all that this has
+#: become by then: where functions that do so call one another, compiling takes many times what the machine code takes.
+inlined = numba.njit(nogil=True, inline="always")
+#: A function that others call, for large parts.
+called = numba.njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
 def compile_piece(function: Callable[[Any, Any, Any], None], *, fast_math: bool) -> int:
     """Address of the C function `function(first, end, arguments)`, all words, for good.
 

@@ -84,15 +84,43 @@ def kernel(num_addresses: int, num_floats: int, returns: Any, emit: Callable[...
     signature = returns(*[types.intp] * num_addresses, *[types.float32] * num_floats)
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        result = emit(builder, *arguments)
-        return context.get_dummy_value() if result is None else result
+        return _result(context, emit(builder, *arguments))
 
-    names = [f"argument_{index}" for index in range(num_addresses + num_floats)]
-    # Numba wants each argument by name, so that the function cannot take `*arguments`.
-    scope: dict[str, Any] = {"signature": signature, "generate": generate}
-    exec(f"def call(typing, {', '.join(names)}): return signature, generate", scope)
-    result: Callable[..., Any] = intrinsic(scope["call"])
-    return result
+    return _callable("", num_addresses + num_floats, {"signature": signature, "generate": generate})
+
+
+def kernel_by_kind(
+    num_addresses: int, num_floats: int, returns: Any, emit_of: Callable[[int], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """As `kernel`, with one more argument before the others, a constant of the code that calls it: for what of kinds of
+    numbers (`KV_ITEM_BYTES`) it is. No code is made for the other kinds.
+
+    Args:
+        emit_of: what `kernel` is given, for each kind.
+    """
+    others = [*[types.intp] * num_addresses, *[types.float32] * num_floats]
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        emit = emit_of(signature.args[0].literal_value)
+        return _result(context, emit(builder, *arguments[1:]))
+
+    def signature_of(kind: Any) -> Any:
+        return returns(kind, *others) if isinstance(kind, types.IntegerLiteral) else None
+
+    scope = {"signature_of": signature_of, "generate": generate}
+    return _callable("kind, ", len(others), scope, "signature_of(kind)")
+
+
+def _result(context: Any, result: Any) -> Any:
+    return context.get_dummy_value() if result is None else result
+
+
+def _callable(first: str, num_others: int, scope: dict[str, Any], signature: str = "signature") -> Callable[..., Any]:
+    """Numba wants each argument by name, so that a function cannot take `*arguments`."""
+    names = ", ".join(f"argument_{index}" for index in range(num_others))
+    exec(f"def call(typing, {first}{names}): return {signature}, generate", scope)
+    made: Callable[..., Any] = intrinsic(prefer_literal=bool(first))(scope["call"])
+    return made
 
 
 def apart(name: str, emit: Callable[..., None]) -> Callable[..., None]:

@@ -124,7 +124,7 @@ class Serve:
         body |= {"temperature": 0, "ignore_eos": True}
         return httpx.post(f"{self.url}/v1/completions", json=body, timeout=timeout_s)
 
-    def until(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = 60.0) -> dict[str, Any]:
+    def until(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = 150.0) -> dict[str, Any]:
         """The cluster's state once `condition` holds: told by the supervisor at each change."""
         import grpc
 

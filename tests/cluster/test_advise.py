@@ -80,6 +80,7 @@ def test_a_trace_on_a_colocated_cluster_and_on_a_split(started: list[Advise], tm
     assert list(marked(started[0].mark)) == []
 
 
+@pytest.mark.faults
 def test_ctrl_c_ends_the_cluster_and_tells_what_was_measured(started: list[Advise], tmp_path: Path) -> None:
     started.append(Advise(tmp_path, "--repetitions", "1"))
     started[0].wait_for("run 2 of 2: 1+1")

@@ -104,6 +104,7 @@ def pids(cluster: dict[str, Any]) -> dict[str, int]:
     return {each["member"]["worker_id"]: each["member"]["pid"] for each in cluster["workers"]}
 
 
+@pytest.mark.faults
 def test_where_no_node_has_a_place_a_worker_comes_from_the_other_pool(tmp_path: Path) -> None:
     rays, port, pool = Rays(tmp_path), free_port(), {"threads": 1}
     try:

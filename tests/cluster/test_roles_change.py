@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from serving import CACHE_BYTES, Load, Serve
+from serving import CACHE_BYTES, Load, Serve, rare
 
 from tandem.core import fault_points
 from tests.support.waiting import wait_until
@@ -96,7 +96,7 @@ def test_a_worker_goes_to_the_other_pool_and_back_with_its_weights_under_load(se
     assert serve.interrupt() == 0, serve.output
 
 
-@pytest.mark.parametrize("fault", ["kill", "stop"])
+@pytest.mark.parametrize("fault", ["kill", rare("stop")])
 def test_one_that_ends_in_the_middle_loses_no_request_and_a_new_process_takes_its_place(
     serve: Serve, tmp_path: Path, fault: str
 ) -> None:
@@ -112,6 +112,7 @@ def test_one_that_ends_in_the_middle_loses_no_request_and_a_new_process_takes_it
     assert num_loaded(tmp_path) == 4
 
 
+@pytest.mark.faults
 def test_the_next_supervisor_knows_it_in_its_new_role(serve: Serve, tmp_path: Path) -> None:
     changed = scale(serve, 2, 1)
     supervisor = next(each for each in serve.processes() if "SupervisorActor" in " ".join(each.cmdline()))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import site
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ _PLENTY = 1_000_000
 RECONNECT_S = 600
 """How long every Ray process, `tandem serve` included, waits for a control store that is lost before it ends itself.
 Requests need no Ray, so they go on that long. Ray's own 60 s would end them in the middle."""
+
+_LOOK_EVERY_S = 0.2
 
 _RECONNECT_SETTING = "RAY_gcs_rpc_server_reconnect_timeout_s"
 
@@ -218,6 +221,19 @@ def session_directory() -> Path:
     from ray._private.worker import global_worker
 
     return Path(global_worker.node.get_session_dir_path())
+
+
+def wait_forgotten(name: str, timeout_s: float) -> bool:
+    """Until the joined Ray has no actor of this name any more: one that has ended is known for a while. Whether it is
+    so within the time."""
+    import ray
+
+    deadline_s = time.monotonic() + timeout_s
+    while name in ray.util.list_named_actors():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(_LOOK_EVERY_S)
+    return True
 
 
 def leave_ray() -> None:

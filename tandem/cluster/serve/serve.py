@@ -28,7 +28,7 @@ from tandem.cluster.serve.banner import ready_banner
 from tandem.cluster.serve.first_start import raise_if_hopeless
 from tandem.cluster.serve.report import ClusterNews, Reporter, RequestNews
 from tandem.cluster.serve.signals import StopRequested, StopSignals
-from tandem.cluster.serve.stopping import stop_cluster
+from tandem.cluster.serve.stopping import STOP_S, stop_cluster
 from tandem.cluster.serve.supervisor_watchdog import end_silent_supervisor, watch_ray
 from tandem.cluster.spec import SUPERVISOR_NAME, ClusterSpec, SupervisorFace
 from tandem.cluster.statefile import Claim, Stage
@@ -178,7 +178,8 @@ class Serving:
             ray_address=home.address,
             log_directory=plan.config.logging.directory or (home.log_directory if self._local else ""),
         )
-        self._supervisor = start_supervisor(spec, plan.key_digests)
+        with self._signals.postponed():  # else what Ray has begun to start would be nobody's
+            self._supervisor = start_supervisor(spec, plan.key_digests)
         self._claim.tell(
             Stage.STARTING,
             "the workers and the router to be ready",
@@ -335,6 +336,10 @@ class Serving:
             await stop_cluster(self._control_address, grace_s, self._find_address)
         except TandemError as error:
             self._say_not_stopped(error)
+        else:
+            if self._home is not None and not self._local and not self._ray_lost.is_set():
+                # Until Ray knows that it has ended, the next cluster would be refused, and told why.
+                await asyncio.to_thread(home.wait_forgotten, SUPERVISOR_NAME, STOP_S)
         self._has_ended = True  # or the user knows that this is not certain
 
     async def _find_address(self) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 HANDLED = (signal.SIGINT, signal.SIGTERM)
@@ -26,6 +27,7 @@ class StopSignals:
         self._on_stop, self._on_force = on_stop, on_force
         self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
         self._cleaning_up = False
+        self._postponed = False
         self.stopped = False
 
     def install(self) -> None:
@@ -36,6 +38,17 @@ class StopSignals:
     def begin_cleanup(self) -> None:
         """From here on a first signal no longer interrupts: what it asks for is being done."""
         self._cleaning_up = True
+
+    @contextmanager
+    def postponed(self) -> Iterator[None]:
+        """A first signal interrupts at the end of the block: what begins in it is known before it is to be ended."""
+        self._postponed = True
+        try:
+            yield
+        finally:
+            self._postponed = False
+        if self.stopped:
+            raise StopRequested
 
     async def wait(self) -> None:
         """Until the first signal."""
@@ -55,5 +68,5 @@ class StopSignals:
         if self._waiting:
             loop, event = self._waiting
             loop.call_soon_threadsafe(event.set)
-        elif not self._cleaning_up:
+        elif not self._cleaning_up and not self._postponed:
             raise StopRequested

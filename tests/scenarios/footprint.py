@@ -15,6 +15,9 @@ _KIND = re.compile(r"^(socket|pipe|anon_inode):")
 # Threads of gRPC's own pool: 4 to 16, as the machine has cores, and for a while more when much comes at once, as to a
 # process that was stopped. So many are no request's.
 _POOL_OF_GRPC, _MOST_OF_POOL = "event_engine", 16
+# Threads that compute beside the first one, made when cores are lent to the process for the first time: no more than
+# the workers of a site could lend.
+_LENT, _MOST_LENT = re.compile("^kernel-"), 4
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Footprint:
     """Counts of one process.
 
     Attributes:
-        num_threads: but for the first ones of gRPC's pool.
+        num_threads: but for the first ones of gRPC's pool, and of those that compute on lent cores.
         descriptors: by kind: `socket`, `pipe`, `anon_inode:[eventpoll]`, `/dev/shm`, `file`.
     """
 
@@ -100,7 +103,8 @@ def _num_threads(pid: int) -> int:
             names[(task / "comm").read_text().strip()] += 1
         except (FileNotFoundError, ProcessLookupError):  # ended meanwhile
             continue
-    return names.total() - min(names[_POOL_OF_GRPC], _MOST_OF_POOL)
+    num_lent = sum(num for name, num in names.items() if _LENT.match(name))
+    return names.total() - min(names[_POOL_OF_GRPC], _MOST_OF_POOL) - min(num_lent, _MOST_LENT)
 
 
 def _kind(target: str) -> str:

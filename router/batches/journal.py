@@ -1,13 +1,14 @@
 """The results of one batch as they come: appended, never changed. One process writes at a time; it blocks.
 
 Each line is `NUMBER KIND JSON`: the number of the line in the input (from 0), `+` where it was answered with 200 and
-`-` where not, and the line for the output file. A last line without its end is what a crash left: it is cut off, and
-its request is run again. Of two results of one line the first counts.
+`-` where not, and the line for the output file. What a crash left at the end, of the process a part of a line and of
+the host perhaps zeros, is cut off, and its requests are run again. Of two results of one line the first counts.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import time
 from array import array
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ _FSYNC_EACH_S = 1.0
 _PROGRESS = b"%012d %012d\n"
 _PROGRESS_BYTES = 26
 _NONE = -1
+_ENTRY = re.compile(rb"(\d{1,12}) ([+-]) \{.*\}\n")
 
 
 class ResultsJournal:
@@ -37,15 +39,14 @@ class ResultsJournal:
         self._write_progress()
 
     def _recover(self, results: Path) -> int:
-        """Read what is there; returns its size without the rest of a half-written line."""
+        """Read what is there; returns its size without the rest: from the first line on that is not whole."""
         size = 0
         with results.open("rb") as file:
             for line in file:
-                if not line.endswith(b"\n"):
+                if (entry := _ENTRY.match(line)) is None or int(entry[1]) >= len(self._begins):
                     os.ftruncate(self._file, size)
                     break
-                number, kind, _ = line.split(b" ", 2)
-                self._note(int(number), size, is_good=kind == b"+")
+                self._note(int(entry[1]), size, is_good=entry[2] == b"+")
                 size += len(line)
         return size
 

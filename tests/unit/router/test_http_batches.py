@@ -190,14 +190,25 @@ def test_a_file_that_is_too_large_is_refused(make_site: MakeSite, tmp_path: Path
     assert caught.value.status_code == 413
 
 
-def test_a_line_that_was_half_written_is_run_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "left",
+    [
+        b'1 + {"c"',
+        bytes(40),
+        bytes(40) + b'": 1}\n1 + {"c": 1}\n',  # the host ended: a block of the disk was written, the one before not
+        b'1 + {"c": \n',
+        b'7 + {"c": 1}\n',
+    ],
+    ids=["a part", "zeros", "zeros before a line", "no JSON", "no line of the input"],
+)
+def test_a_line_that_was_half_written_is_run_again(tmp_path: Path, left: bytes) -> None:
     results, progress = tmp_path / "results", tmp_path / "progress"
     journal = ResultsJournal(results, progress, 3)
     journal.append(2, b'{"a": 1}', is_good=True)
     journal.append(0, b'{"b": 1}', is_good=False)
     journal.close()
     with results.open("ab") as file:
-        file.write(b'1 + {"c"')
+        file.write(left)
     again = ResultsJournal(results, progress, 3)
     assert [again.has(number) for number in range(3)] == [True, False, True]
     assert read_progress(progress) == (1, 1)

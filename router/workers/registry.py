@@ -80,6 +80,8 @@ class WorkerRegistry:
         self._num_members: Counter[Role] = Counter()
         # Of prefill workers, tokens in a second of computation; of each worker, seconds for a token that it reads from
         # a tier.
+        # Of prefill workers, prompt tokens in a second of their steps. (By the time of a prompt it would be too low: a
+        # step may have several of them.)
         self._prefill_speed = Learnt()
         self._chunk_speed = Learnt()  # of decode workers, prompt tokens in a second of steps with chunks of full size
         self._tier_reads: dict[WorkerKey, Learnt] = {}
@@ -377,9 +379,12 @@ class WorkerRegistry:
             if number > before.refused.get(reason, 0):
                 metrics.handoffs_refused.labels(reason).inc(number - before.refused.get(reason, 0))
 
-        if not is_first and (took_s := status.chunk_s - before.chunk_s) > 0:  # else they may be of long ago
-            num_tokens = status.chunk_tokens - before.chunk_tokens
-            self._chunk_speed.note(num_tokens, took_s, self._clock.now())
+        if not is_first:  # else they may be of long ago
+            now_s = self._clock.now()
+            self._chunk_speed.note(status.chunk_tokens - before.chunk_tokens, status.chunk_s - before.chunk_s, now_s)
+            if session.is_prefill:
+                num_tokens = status.prompt_tokens_computed - before.prompt_tokens_computed
+                self._prefill_speed.note(num_tokens, status.busy_s - before.busy_s, now_s)
         if status.HasField("tiers"):
             self._note_reads(session, status.tiers)
         if status.HasField("links"):
@@ -418,7 +423,6 @@ class WorkerRegistry:
         if isinstance(message, HandoffDone | PrefillEnded):
             self.on_work(message.request_id, message.attempt, Role.PREFILL, message.spans)
             metrics.prefill_compute_s.observe(message.compute_s)
-            self._prefill_speed.note(message.num_computed_tokens, message.compute_s, self._clock.now())
         if isinstance(message, HandoffDone | PrefillEnded | ComputesHere) and message.attempt > 1:
             metrics.prompt_tokens_recomputed.inc(message.num_computed_tokens)
 

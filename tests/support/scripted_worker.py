@@ -142,12 +142,12 @@ class ScriptedWorker:
         """Send one event, as `emit(token=...)`, to the router that wants its request; else on the newest stream."""
         self.emit_all([self._event(**event)])
 
-    def emit_all(self, events: list[Any]) -> None:
-        """The same of several events of one request."""
+    def emit_all(self, events: list[Any], status: common_pb2.WorkerStatus | None = None) -> None:
+        """The same of several events of one request; with a report of the worker, where one is given."""
         if events:
             first = getattr(events[0], events[0].WhichOneof("event"))
             stream = self._stream_of.get(getattr(first, "request_id", ""), self._streams[-1])
-            stream.put(self.events_type(events=events))
+            stream.put(self.events_type(events=events, status=status))
 
     def wait_for(self, kind: str, num: int = 1, timeout_s: float = WAIT_S) -> Any:
         """The `num`th command of this kind (from 1)."""
@@ -289,19 +289,20 @@ class ScriptedPrefill(ScriptedWorker, PrefillServiceServicer):
         )
 
     def handoff_done(self, attach: prefill_pb2.AttachGrant) -> None:
-        self.emit(
-            handoff_done=prefill_pb2.HandoffDone(
-                request_id=attach.request_id,
-                attempt=attach.attempt,
-                num_bytes=1000,
-                handoff_s=0.002,
-                exposed_s=0.001,
-                compute_s=0.01,
-                num_computed_tokens=self.num_computed_tokens,
-                num_cached_tokens=self.num_cached_tokens,
-                spans=[prefill_pb2.WorkSpan(name="commit", begin_s=0.002, end_s=0.001)],
-            )
+        self.status.prompt_tokens_computed += self.num_computed_tokens
+        self.status.busy_s += 0.01
+        done = prefill_pb2.HandoffDone(
+            request_id=attach.request_id,
+            attempt=attach.attempt,
+            num_bytes=1000,
+            handoff_s=0.002,
+            exposed_s=0.001,
+            compute_s=0.01,
+            num_computed_tokens=self.num_computed_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            spans=[prefill_pb2.WorkSpan(name="commit", begin_s=0.002, end_s=0.001)],
         )
+        self.emit_all([self._event(handoff_done=done)], self.status)
 
 
 @dataclass(frozen=True)

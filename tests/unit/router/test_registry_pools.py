@@ -225,13 +225,18 @@ async def test_a_way_is_known_as_long_as_both_its_workers_are_members() -> None:
     assert registry.snapshot().links.keys() == {pairs[0]}
 
 
-def test_the_speed_of_prefill_is_learnt_from_its_prompts() -> None:
+async def test_the_speed_of_prefill_is_learnt_from_its_steps() -> None:
     registry = Registry()
+    registry.states = {"prefill-0": "ready"}
+    registry.push()
+    registry.greet("prefill-0")
+    registry.hear("prefill-0", prompt_tokens_computed=9000, busy_s=90.0)  # it may be of long ago
     assert not registry.snapshot().prefill_tokens_per_s
-    registry.event_seen(HandoffDone(compute_s=0.0, num_computed_tokens=0))  # all of it was cached
-    registry.event_seen(HandoffDone(compute_s=0.5, num_computed_tokens=1000))
+    registry.event_seen(HandoffDone(compute_s=0.5, num_computed_tokens=500))  # beside another, in the same steps
+    registry.hear("prefill-0", prompt_tokens_computed=10_000, busy_s=90.5)
     assert registry.snapshot().prefill_tokens_per_s == 2000.0
-    registry.event_seen(HandoffDone(compute_s=1.0, num_computed_tokens=1000))
+    registry.hear("prefill-0", prompt_tokens_computed=10_000, busy_s=90.5)
+    registry.hear("prefill-0", prompt_tokens_computed=11_000, busy_s=91.5)
     assert 1000.0 < registry.snapshot().prefill_tokens_per_s < 2000.0
 
 
@@ -271,7 +276,8 @@ async def test_what_reading_from_tiers_costs_is_learnt() -> None:
     registry.states = {"prefill-0": "ready"}
     registry.push()
     registry.greet("prefill-0")
-    registry.event_seen(HandoffDone(compute_s=0.5, num_computed_tokens=1000))
+    registry.hear("prefill-0")
+    registry.hear("prefill-0", prompt_tokens_computed=1000, busy_s=0.5)
 
     def cost() -> float:
         return registry.snapshot().read_cost(WorkerKey("prefill-0", "1"))

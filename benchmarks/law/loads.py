@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from tandem.sim.load import Arrival
 from tandem.sim.outcome import Outcome
@@ -38,21 +37,30 @@ def closed(
         of_input, of_output = (rng.uniform(0.5, 1.5) if varying else 1.0 for _ in range(2))
         return round(kind.num_input * of_input), round(kind.num_output * of_output)
 
-    return closed_of(shape, [lengths() for _ in range(num_requests)], num_clients)
+    return closed_of(World(shape), [lengths() for _ in range(num_requests)], num_clients)
 
 
-def closed_of(shape: WorldShape, lengths: Sequence[tuple[int, int]], num_clients: int) -> list[Outcome]:
-    """As `closed`, of requests with these tokens of prompt and output; who asks next takes the next one."""
+def closed_of(
+    world: World, lengths: Sequence[tuple[int, int]], num_clients: int, first_number: int = 0
+) -> list[Outcome]:
+    """As `closed`, of requests with these tokens of prompt and output; who asks next takes the next one.
+
+    Args:
+        world: may have served others before.
+        first_number: of the first request.
+    """
     more: list[Outcome] = []
 
-    def answered(world: World, _: Outcome) -> None:
+    def arrival(number: int, at_s: float) -> Arrival:
+        return Arrival(first_number + number, at_s, *lengths[number])
+
+    def answered(_: Outcome) -> None:
         number = num_clients + len(more)
         if number < len(lengths):
-            more.append(world.ask(Arrival(number, world.kernel.now_s, *lengths[number])))
+            more.append(world.ask(arrival(number, world.kernel.now_s)))
 
-    world = World(shape)
-    world.on_end = partial(answered, world)
-    first = [Arrival(n, n * _APART_S, *each) for n, each in enumerate(lengths[:num_clients])]
+    world.on_end, began_s = answered, world.kernel.now_s
+    first = [arrival(n, began_s + n * _APART_S) for n in range(min(num_clients, len(lengths)))]
     return [*world.run(first), *more]
 
 

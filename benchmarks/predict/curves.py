@@ -30,8 +30,9 @@ class Span:
         return cls(record.sent_s, record.event_s[0], record.event_s[-1], record.num_output)
 
     @classmethod
-    def of_outcome(cls, outcome: Outcome) -> Span:
-        return cls(outcome.arrival.arrived_s, outcome.first_token_s, outcome.last_token_s, outcome.num_tokens)
+    def of_outcome(cls, outcome: Outcome, began_s: float = 0.0) -> Span:
+        sent_s, first_s, last_s = outcome.arrival.arrived_s, outcome.first_token_s, outcome.last_token_s
+        return cls(sent_s - began_s, first_s - began_s, last_s - began_s, outcome.num_tokens)
 
     def tokens_by(self, at_s: float) -> float:
         if at_s < self.first_s:

@@ -27,7 +27,8 @@ def known_case(directory: Path) -> Case:
         longest=1000,
         alone=Load("alone", 6, Lengths(100), Lengths(8), num_clients=1),
         many=Load("many", 60, lengths, outputs, num_clients=12),
-        predicted=(Load("burst", 40, lengths, outputs, burst=40, every_s=1.0),),
+        # Half of them is the middle of those that get the places of the first ones: no edge of what is placed at once.
+        predicted=(Load("burst", 48, lengths, outputs, burst=48, every_s=1.0),),
         scenario={**pools, "tandem": settings},
         times=_TIMES,
     )

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.predict.curves import Span, curves
 from benchmarks.predict.loads import Load
 from benchmarks.predict.real import ClusterSpec, Run, running, steps_of
-from benchmarks.predict.simulated import GOALS, Figures, figures_of, is_met, off, outcomes
+from benchmarks.predict.simulated import GOALS, Figures, Recorded, figures_of, is_met, off, outcomes
 from tandem.core.config_tree import build
 from tandem.sim.calibrate import Fit, Step, fit_shared, spec_of, vars_of
 from tandem.sim.scenario import Scenario
@@ -70,8 +70,9 @@ def content(
         "num_of_each": case.cluster.num_of_each,
         "scenario": tree,
         "fit": None if found is None else {"median_off": found.median_off, "p90_off": found.p90_off, "num": found.num},
-        "calibration": [compared(shape, [run]) for run in (alone, many)],
-        "loads": [compared(shape, runs) for runs in repeated],
+        # The real cluster has served loads before each of them, the first time one that is as `many`.
+        "calibration": [compared(shape, [run], [many]) for run in (alone, many)],
+        "loads": [compared(shape, runs, [many]) for runs in repeated],
     }
 
 
@@ -99,11 +100,12 @@ def network(alone: Run, steps: Sequence[Step]) -> tuple[float, float]:
     return max(0.0, ttft_s - prefill_s) / len(alone.records), max(0.0, second_s - later_s)
 
 
-def compared(shape: WorldShape, runs: Sequence[Run]) -> dict[str, Any]:
-    """What is said of a load, and what its runs have shown; over time, the first of them."""
-    first = runs[0]
-    found, shown = outcomes(shape, first.load, first.records), [run.figures for run in runs]
-    said = figures_of(found)
+def compared(shape: WorldShape, runs: Sequence[Run], before: Sequence[Run] = ()) -> dict[str, Any]:
+    """What is said of a load, and what its runs have shown; over time, the first of them. `before`: what the cluster
+    had served."""
+    first, shown = runs[0], [run.figures for run in runs]
+    began_s, found = outcomes(shape, _recorded(first), list(map(_recorded, before)))
+    said = figures_of(found, began_s)
     return {
         "load": first.load.name,
         "num_requests": len(first.records),
@@ -111,8 +113,12 @@ def compared(shape: WorldShape, runs: Sequence[Run]) -> dict[str, Any]:
         "said": said.as_json(),
         "measured": [figures.as_json() for figures in shown],
         "figures": {name: judged(name, said, shown) for name in GOALS},
-        "curves": curves(list(map(Span.of_outcome, found)), list(map(Span.of_record, first.records))),
+        "curves": curves([Span.of_outcome(one, began_s) for one in found], list(map(Span.of_record, first.records))),
     }
+
+
+def _recorded(run: Run) -> Recorded:
+    return Recorded(run.load, run.records)
 
 
 def judged(name: str, said: Figures, shown: Sequence[Figures]) -> dict[str, Any]:

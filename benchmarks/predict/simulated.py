@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from benchmarks.law.loads import closed_of, opened
+from benchmarks.law.loads import closed_of
 from benchmarks.predict.loads import Load
 from tandem.bench.load.records import RequestRecord
 from tandem.bench.report.summary import Distribution, Summary, distribution
@@ -13,6 +13,7 @@ from tandem.core.errors import TandemError
 from tandem.sim.load import Arrival
 from tandem.sim.outcome import Outcome
 from tandem.sim.shape import WorldShape
+from tandem.sim.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +43,43 @@ def measured(summary: Summary) -> Figures:
     return _figures(summary.output_tokens_per_s, summary.e2e_s, summary.tpot_s, summary.ttft_s)
 
 
-def outcomes(shape: WorldShape, load: Load, records: Sequence[RequestRecord]) -> list[Outcome]:
-    """Of the requests that were recorded: as many clients ask the same in the same order, or they come when they were
-    sent."""
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A load that a real cluster has served."""
+
+    load: Load
+    records: Sequence[RequestRecord]
+
+
+def outcomes(shape: WorldShape, recorded: Recorded, before: Sequence[Recorded] = ()) -> tuple[float, list[Outcome]]:
+    """When it began, and how it went: as many clients ask the same in the same order as was recorded, or requests come
+    when they were sent.
+
+    Args:
+        before: what the cluster had served by then. What it has learnt of its workers, such as how fast they are,
+            decides how much it places at once.
+    """
+    world, num_before = World(shape), 0
+    for each in before:
+        _serve(world, each, num_before)
+        num_before += len(each.records)
+    return world.kernel.now_s, _serve(world, recorded, num_before)
+
+
+def _serve(world: World, recorded: Recorded, first_number: int) -> list[Outcome]:
+    records, began_s = recorded.records, world.kernel.now_s
     lengths = [(record.num_input or record.num_input_asked or 0, record.num_output) for record in records]
-    if load.num_clients:
-        return closed_of(shape, lengths, load.num_clients)
+    if num_clients := recorded.load.num_clients:
+        return closed_of(world, lengths, num_clients, first_number)
+    world.on_end = lambda _: None
     pairs = zip(records, lengths, strict=True)
-    return opened([Arrival(record.number, record.sent_s, *each) for record, each in pairs], shape)
+    return world.run(
+        [Arrival(first_number + record.number, began_s + record.sent_s, *each) for record, each in pairs]
+    )
 
 
-def figures_of(found: Sequence[Outcome]) -> Figures:
-    ends_s = max(one.last_token_s for one in found)
+def figures_of(found: Sequence[Outcome], began_s: float = 0.0) -> Figures:
+    ends_s = max(one.last_token_s for one in found) - began_s
     e2e_s, ttft_s = (distribution([getattr(one, name) for one in found]) for name in ("e2e_s", "ttft_s"))
     tpot_s = distribution([one.tpot_s for one in found if one.tpot_s is not None])
     assert e2e_s is not None

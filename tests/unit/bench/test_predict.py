@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.predict.curves import MEASURED, SAID, Span, curves, plot
 from benchmarks.predict.loads import Load, calibration, predicted
-from benchmarks.predict.simulated import GOALS, Figures, figures_of, is_met, off, outcomes
+from benchmarks.predict.simulated import GOALS, Figures, Recorded, figures_of, is_met, off, outcomes
 from tandem.bench.load.records import RequestRecord
 from tandem.core.config_tree import build
 from tandem.sim.load import Lengths
@@ -24,7 +24,8 @@ def record(number: int, sent_s: float, num_input: int, num_output: int) -> Reque
 
 def test_a_closed_load_is_asked_by_as_many_clients_whatever_times_were_recorded() -> None:
     load = Load("closed", 6, Lengths(10), Lengths(5), num_clients=2)
-    found = outcomes(build(Scenario, SCENARIO).shape(), load, [record(n, 99.0, 10 + n, 5) for n in range(6)])
+    asked = Recorded(load, [record(n, 99.0, 10 + n, 5) for n in range(6)])
+    _, found = outcomes(build(Scenario, SCENARIO).shape(), asked)
     assert [one.arrival.num_input for one in found] == [10, 11, 12, 13, 14, 15]
     open_at = [sum(a.arrival.arrived_s <= b.arrival.arrived_s < a.last_token_s for a in found) for b in found]
     assert max(open_at) == 2
@@ -33,12 +34,33 @@ def test_a_closed_load_is_asked_by_as_many_clients_whatever_times_were_recorded(
 
 def test_an_open_load_comes_when_it_was_sent() -> None:
     load = Load("open", 3, Lengths(10), Lengths(5), rate=1.0)
-    found = outcomes(build(Scenario, SCENARIO).shape(), load, [record(n, 2.0 * n, 10, 5) for n in range(3)])
+    asked = Recorded(load, [record(n, 2.0 * n, 10, 5) for n in range(3)])
+    _, found = outcomes(build(Scenario, SCENARIO).shape(), asked)
     assert [one.arrival.arrived_s for one in found] == [0.0, 2.0, 4.0]
     figures = figures_of(found)
     assert figures.output_tokens_per_s == pytest.approx(15 / found[-1].last_token_s)
     assert figures.ttft_p50_s == pytest.approx(0.011, rel=0.01)
     assert figures.tpot_s == pytest.approx(0.01, rel=0.01)
+    closed = Recorded(Load("closed", 3, Lengths(10), Lengths(5), num_clients=2), asked.records)
+    began_s, again = outcomes(build(Scenario, SCENARIO).shape(), asked, [closed, asked])
+    assert began_s > found[-1].last_token_s
+    assert [one.arrival.arrived_s - began_s for one in again] == pytest.approx([0.0, 2.0, 4.0])
+    assert figures_of(again, began_s).as_json() == pytest.approx(figures.as_json())
+    spans = [[Span.of_outcome(one, began) for one in each] for began, each in ((0.0, found), (began_s, again))]
+    assert [dataclasses.astuple(span) for span in spans[1]] == [
+        pytest.approx(dataclasses.astuple(span)) for span in spans[0]
+    ]
+
+
+def test_what_a_cluster_has_served_before_tells_it_how_much_to_place_at_once() -> None:
+    """Of a burst that is the first load of all, not more is placed than keeps each worker busy with one prompt."""
+    tree = {**SCENARIO, "tandem": {"scheduling": {"max_num_seqs": 32}}}
+    shape, outputs = build(Scenario, tree).shape(), Lengths(5)
+    burst = Recorded(Load("burst", 24, Lengths(40), outputs, burst=24), [record(n, 0.0, 40, 5) for n in range(24)])
+    many = Recorded(Load("many", 8, Lengths(40), outputs, num_clients=2), [record(n, 0.0, 40, 5) for n in range(8)])
+    _, cold = outcomes(shape, burst)
+    began_s, warm = outcomes(shape, burst, [many])
+    assert figures_of(warm, began_s).ttft_p50_s < figures_of(cold).ttft_p50_s
 
 
 def test_a_figure_is_met_within_its_goal_or_the_spread_of_the_runs() -> None:
@@ -64,7 +86,8 @@ def test_loads_differ_and_those_that_are_asked_about_are_not_fitted_to() -> None
 
 def test_a_run_and_its_simulation_are_drawn_at_the_same_moments() -> None:
     real = RequestRecord(0, 10, 5, 1.0, 9.0, event_s=(2.0, 3.0, 9.0), num_output=5)
-    (outcome,) = outcomes(build(Scenario, SCENARIO).shape(), Load("open", 1, Lengths(10), Lengths(5), rate=1.0), [real])
+    asked = Recorded(Load("open", 1, Lengths(10), Lengths(5), rate=1.0), [real])
+    _, (outcome,) = outcomes(build(Scenario, SCENARIO).shape(), asked)
     said, measured = Span.of_outcome(outcome), Span.of_record(real)
     assert measured == Span(1.0, 2.0, 9.0, 5)
     assert (said.sent_s, said.num_tokens) == (1.0, 5)

@@ -12,7 +12,7 @@ from benchmarks.predict.known import known_case
 from benchmarks.predict.measure import measure
 
 # What is beside steps takes a core's time too, and others may use the cores of a test.
-_NEAR = {"output_tokens_per_s": 0.12, "e2e_s": 0.15, "tpot_s": 0.15, "ttft_p50_s": 0.3}
+_NEAR = {"output_tokens_per_s": 0.15, "e2e_s": 0.2, "tpot_s": 0.2, "ttft_p50_s": 0.3}
 
 
 @pytest.mark.alone

@@ -12,7 +12,8 @@ from tandem.worker.sequence import finish_reason
 
 
 def validate(spec: AttemptSpec, limits: RequestLimits) -> None:
-    """Raises `InvalidRequestError` for a prompt that this worker's model cannot compute, or for too many choices."""
+    """Raises `InvalidRequestError` for a prompt that this worker's model cannot compute, for too many choices, and for
+    journals that are not of one choice each."""
     request_id, num_tokens = spec.key.request_id, len(spec.prompt_ids)
     if spec.pools != (limits.pooling is not None):
         does, asked = ("pools", "generates") if limits.pooling is not None else ("generates", "pools")
@@ -30,6 +31,11 @@ def validate(spec: AttemptSpec, limits: RequestLimits) -> None:
     if spec.num_choices > limits.max_choices:
         raise InvalidRequestError(
             f"{spec.num_choices} choices, at most {limits.max_choices} go", field="n", request_id=request_id
+        )
+    choices = [entry.choice for entry in spec.journal]
+    if len(set(choices)) < len(choices) or not all(0 <= choice < spec.num_choices for choice in choices):
+        raise InvalidRequestError(
+            f"journals of choices {choices}, of {spec.num_choices} choices", field="n", request_id=request_id
         )
 
 

@@ -14,7 +14,7 @@ from kvtransfer.layout import LayoutId
 from kvtransfer.protocol.capability import is_seal_of, seal, split_seal
 from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FirstToken, Grant, RefusalReason
 from kvtransfer.wire import layout_from_proto, layout_to_proto
-from tandem.core.errors import HandoffError
+from tandem.core.errors import HandoffError, InvalidRequestError
 from tandem.core.token_ids import TokenIds, token_ids
 from tandem.rpc.convert import by_name, error_to_proto, sampling_from_proto
 from tandem.rpc.v1 import common_pb2 as pb
@@ -33,13 +33,18 @@ FINISH_REASONS = {
 
 
 def spec_from_proto(message: decode_pb.Reserve | prefill_pb.StartPrefill) -> AttemptSpec:
-    """Raises `InvalidRequestError` as `SamplingParams` does."""
+    """Raises `InvalidRequestError` as `SamplingParams` does, and for more journals than choices."""
+    num_choices = message.num_choices or 1
+    if len(message.journal) > num_choices:  # before any is read: there may be very many
+        raise InvalidRequestError(
+            f"{len(message.journal)} journals of {num_choices} choices", field="n", request_id=message.request_id
+        )
     return AttemptSpec(
         key=AttemptKey(message.request_id, message.attempt),
         priority=message.priority,
         prompt_ids=_token_ids(message.prompt_ids),
         params=sampling_from_proto(message.sampling),
-        num_choices=message.num_choices or 1,
+        num_choices=num_choices,
         journal=tuple(ChoiceJournal(j.choice, tuple(j.token_ids), j.finished) for j in message.journal),
         age_s=message.age_s,
         scoring=_scoring_from_proto(message.scoring) if message.HasField("scoring") else None,

@@ -18,7 +18,7 @@ FEW = settings(FUZZ, max_examples=15)
 
 PARAMS = Ask([]).params
 SETTLE_S = 9.0
-SHORT_LEASE = {**CONFIG, "transport": {"lease_s": 1.0, "grace_s": 0.5}}
+SHORT_LEASE = {**CONFIG, "transport": {"lease_s": 4.0, "grace_s": 0.5}}
 
 
 @pytest.fixture(scope="session")

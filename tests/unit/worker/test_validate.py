@@ -42,6 +42,13 @@ def test_more_choices_than_are_allowed() -> None:
     assert (raised.value.field, raised.value.request_id) == ("n", "request")
 
 
+@pytest.mark.parametrize("choices", [[2], [0, 0], [-1]])
+def test_journals_are_of_one_choice_each(choices: list[int]) -> None:
+    validate(spec([1], ChoiceJournal(1), ChoiceJournal(0), num_choices=2), LIMITS)
+    with pytest.raises(InvalidRequestError, match="of 2 choices"):
+        validate(spec([1], *(ChoiceJournal(choice) for choice in choices), num_choices=2), LIMITS)
+
+
 @pytest.mark.parametrize(
     ("entry", "going_on", "ended"),
     [

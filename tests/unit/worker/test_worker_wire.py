@@ -250,7 +250,11 @@ def test_a_request_comes_as_its_router_described_it() -> None:
         age_s=1.5,
         prompt_ids=[5, 6, 7],
         sampling=sampling_to_proto(params),
+        num_choices=3,
         journal=[pb.ChoiceJournal(choice=1, token_ids=[8]), pb.ChoiceJournal(choice=2, finished=True)],
     )
     journal = (ChoiceJournal(1, (8,)), ChoiceJournal(2, (), finished=True))
-    assert spec_from_proto(message) == AttemptSpec(KEY, 2, token_ids([5, 6, 7]), params, 1, journal, age_s=1.5)
+    assert spec_from_proto(message) == AttemptSpec(KEY, 2, token_ids([5, 6, 7]), params, 3, journal, age_s=1.5)
+    message.num_choices = 1
+    with pytest.raises(InvalidRequestError, match="2 journals of 1 choices"):
+        spec_from_proto(message)

@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 
+from router.http.other_routers import OtherRouters
 from router.lifecycle.context import RouterContext
 from tandem.core.addresses import join_address
 from tandem.core.errors import ConfigError
@@ -28,15 +29,17 @@ class RouterControl(RouterControlServicer):
     def __init__(
         self,
         context: RouterContext,
+        others: OtherRouters,
         told: Callable[[], object],
         stop: Callable[[float], None],
         leave: Callable[[], Awaitable[None]],
     ) -> None:
-        self._context = context
+        self._context, self._others = context, others
         self._told, self._stop, self._leave = told, stop, leave
 
     async def SetMembership(self, request: pb.Membership, _: Any) -> pb.MembershipReply:
-        self._context.workers.apply(request)
+        if self._context.workers.apply(request):
+            self._others.apply(request.other_routers)
         self._told()
         return pb.MembershipReply()
 
@@ -62,6 +65,9 @@ class RouterControl(RouterControlServicer):
             errors=context.errors.to_wire(),
             load=context.load.to_wire(context.turns),
         )
+
+    async def AskRouter(self, request: pb.RouterQuestion, _: Any) -> pb.RouterAnswer:
+        return pb.RouterAnswer(text=self._others.answer(request))
 
 
 async def serve_control(control: RouterControl, guard: RoleGuard, host: str, port: int) -> tuple[grpc.aio.Server, int]:

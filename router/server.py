@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import astuple, dataclass
@@ -20,7 +20,8 @@ from router.control import RouterControl, serve_control
 from router.http.app import create_app
 from router.http.auth import ApiKeys, check_exposure
 from router.http.live import Live
-from router.http.metrics_page import METRICS, MetricsPage
+from router.http.metrics_page import MetricsPage
+from router.http.other_routers import OtherRouters
 from router.http.server import HttpServer, listen
 from router.http.siblings import Siblings
 from router.http.turn_exchange import TurnExchange
@@ -52,8 +53,6 @@ _log = logging.getLogger(__name__)
 
 _DRAIN_S = 60.0
 _FAREWELL_S = 1.0
-_ANSWER_S = 0.5
-"""How long the event loop may take to answer another router; that waits a little longer."""
 
 
 @dataclass(frozen=True)
@@ -154,21 +153,22 @@ class RouterServer:
         if config.metrics.vllm_names:
             names = VllmNames(context.metrics, context.workers, context.admission, card.own_name)
             context.metrics.registry.register(names)
-        page = MetricsPage(context.metrics, self._name)
-        live = Live(context, card.own_name, self._name)
-        exchange = TurnExchange(context.turns, self._name, lambda: context.workers.num_routers)
+        others = OtherRouters()
+        page = MetricsPage(context.metrics, self._name, others)
+        live = Live(context, card.own_name, self._name, others)
+        exchange = TurnExchange(context.turns, self._name, others)
         batches = None
         if config.batches.directory:
             share = config.batches.share
             batches = BatchQueue(config, card, BackgroundAdmission(context.admission, context.clock, share))
         http = HttpServer(create_app(context, card, keys, page, live, batches), config.limits)
-        with self._siblings(page, live, exchange) as siblings, self._tracing(context, card):
+        with self._siblings() as siblings, self._tracing(context, card):
             bind = partial(listen, self._host, self._http_port)
             listener, is_shared = (bind(), False) if siblings is None else siblings.take_listener(bind)
             if not is_shared:  # else others serve until this router knows the workers: it would answer 503 before
                 http.begin()
             with listener:
-                await self._serve(context, http, guard, live, exchange, listener, batches)
+                await self._serve(context, others, http, guard, live, exchange, listener, siblings, batches)
 
     @contextmanager
     def _tracing(self, context: RouterContext, card: ModelCard) -> Iterator[None]:
@@ -183,31 +183,23 @@ class RouterServer:
             yield
 
     @contextmanager
-    def _siblings(self, page: MetricsPage, live: Live, exchange: TurnExchange) -> Iterator[Siblings | None]:
+    def _siblings(self) -> Iterator[Siblings | None]:
         if self._meeting_place is None:
             yield None
             return
-        with closing(Siblings(self._meeting_place, self._name, self._answers(page, live, exchange))) as siblings:
-            page.siblings = live.siblings = exchange.siblings = siblings
+        with closing(Siblings(self._meeting_place, self._name)) as siblings:
             yield siblings
-
-    def _answers(self, page: MetricsPage, live: Live, exchange: TurnExchange) -> Callable[[bytes], bytes]:
-        """For the thread in which siblings are answered: made in the event loop, like all that is counted there."""
-        loop = asyncio.get_running_loop()
-
-        async def own(question: bytes) -> bytes:
-            return page.own() if question == METRICS else exchange.answer(question) or live.answer(question)
-
-        return lambda question: asyncio.run_coroutine_threadsafe(own(question), loop).result(_ANSWER_S)
 
     async def _serve(
         self,
         context: RouterContext,
+        others: OtherRouters,
         http: HttpServer,
         guard: RoleGuard,
         live: Live,
         exchange: TurnExchange,
         listener: socket.socket,
+        siblings: Siblings | None,
         batches: BatchQueue | None,
     ) -> None:
         """Until it is asked to stop."""
@@ -215,15 +207,18 @@ class RouterServer:
         async def leave() -> None:
             _log.info("the router leaves: others take new connections")
             self.is_leaving = True
-            if live.siblings is not None:
-                live.siblings.leave()
+            if siblings is not None:
+                siblings.leave()
             live.close()
             if batches is not None:
                 await batches.leader.stop()
             await http.leave()
 
         control, control_port = await serve_control(
-            RouterControl(context, http.begin, self._begin_stop, leave), guard, self._control_host, self._control_port
+            RouterControl(context, others, http.begin, self._begin_stop, leave),
+            guard,
+            self._control_host,
+            self._control_port,
         )
         http_task = asyncio.create_task(http.serve_on(listener), name="http")
         telling = asyncio.create_task(exchange.run(), name="turns of other routers")
@@ -252,6 +247,7 @@ class RouterServer:
             telling.cancel()
             await asyncio.wait({http_task, telling})
             await control.stop(grace=0)
+            await others.close()
             await context.workers.close()
         http_task.result()
         if has_failed:

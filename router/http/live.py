@@ -1,4 +1,4 @@
-"""The live page, the events that feed it, and the way of single requests, of every router that shares the port."""
+"""The live page, the events that feed it, and the way of single requests, of every router of the cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 from fastapi.responses import HTMLResponse
 
-from router.http.siblings import Siblings
+from router.http.other_routers import OtherRouters
 from router.lifecycle.context import RouterContext
 from router.observe.feed import Seen, joined, part_of
 from tandem.core.errors import InvalidRequestError, OverloadedError
@@ -24,7 +24,7 @@ MAX_WATCHERS = 32
 MAX_WORKERS = 128
 """Of each pool, that a page is told of."""
 _EVERY_S = 1.0
-_WANTS_PART, _WANTS_REQUEST = b"l", b"r"
+_PART, _REQUEST = "live part", "request"  # kinds of questions of one router to another
 _ID_PREFIX = re.compile("^(cmpl-|chatcmpl-|resp_|msg_)")  # before the request's id in the id of a body
 #: What `explained` takes over.
 _OF_REQUEST = ("id", "router", "prompt_tokens", "cached_tokens")
@@ -40,14 +40,12 @@ class UnknownRequestError(InvalidRequestError):
 
 
 class Live:
-    """What people may see of one router's requests, and of its siblings'.
+    """What people may see of one router's requests, and of the others'."""
 
-    Attributes:
-        siblings: routers that share the port; `None` where there are none, or none is known yet.
-    """
-
-    def __init__(self, context: RouterContext, model: str, name: str) -> None:
-        self.siblings: Siblings | None = None
+    def __init__(self, context: RouterContext, model: str, name: str, others: OtherRouters) -> None:
+        self._others = others
+        others.on_question(_PART, self._tell_part)
+        others.on_question(_REQUEST, self._tell_requests)
         self._context, self._model, self._name = context, model, name or "router"
         self._num_watchers = 0
         # The workers as they were in this second.
@@ -91,9 +89,9 @@ class Live:
     async def _parts(self, seen: Mapping[str, Seen]) -> dict[str, dict[str, Any]]:
         """By router; without those that did not answer."""
         parts = {self._name: self._own_part(seen.get(self._name, Seen()))}
-        if self.siblings is not None:
+        if self._others:
             asked = {name: [point.second, point.num_ended] for name, point in seen.items()}
-            told = await self.siblings.ask(_WANTS_PART + orjson.dumps(asked))
+            told = await self._others.ask(_PART, orjson.dumps(asked))
             parts |= {name: orjson.loads(text) for name, text in told.items() if text}
         return parts
 
@@ -110,8 +108,8 @@ class Live:
         """
         name = _ID_PREFIX.sub("", name)
         found = self._own_requests(name)
-        if not found and self.siblings is not None:
-            told = await self.siblings.ask(_WANTS_REQUEST + name.encode())
+        if not found:
+            told = await self._others.ask(_REQUEST, name.encode())
             found = [request for text in told.values() if text for request in orjson.loads(text)]
         if not found:
             raise UnknownRequestError(
@@ -124,16 +122,17 @@ class Live:
         now_s = self._context.clock.now()
         return [{**trace.describe(now_s), "router": self._name} for trace in self._context.recorder.find(name)]
 
-    # -- for siblings
+    # -- for other routers
 
-    def answer(self, question: bytes) -> bytes:
-        """What another router asks; empty where this is no question of this kind."""
-        kind, rest = question[:1], question[1:]
-        if kind == _WANTS_PART:
-            return orjson.dumps(self._own_part(Seen(*orjson.loads(rest).get(self._name, ()))), option=_KEYS)
-        if kind == _WANTS_REQUEST:
-            return orjson.dumps(self._own_requests(rest.decode()))
-        return b""
+    def _tell_part(self, question: bytes) -> bytes:
+        try:
+            seen = Seen(*map(int, orjson.loads(question).get(self._name, ())))
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"this does not say what was seen: {error}") from error
+        return orjson.dumps(self._own_part(seen), option=_KEYS)
+
+    def _tell_requests(self, name: bytes) -> bytes:
+        return orjson.dumps(self._own_requests(name.decode()))
 
 
 _KEYS = orjson.OPT_NON_STR_KEYS

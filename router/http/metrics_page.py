@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from router.http.siblings import Siblings
+from router.http.other_routers import OtherRouters
 from tandem.core.metrics import RouterMetrics
 
-METRICS = b"f"
-"""The question of one router to another for its metrics."""
+_KIND = "metrics"
+"""Of the question of one router to another."""
 _FAMILY = re.compile(rb"(?m)^(?=# HELP )")
 _ANSWERS = """\
 # HELP tandem_router_answers Whether the figures of this router, one of those that share the port, are here
@@ -18,20 +18,20 @@ _ANSWERS = """\
 
 
 class MetricsPage:
-    """The exposition of one router, with those of its siblings where it has a name and they share its port."""
+    """The exposition of one router, with those of the others that share its port."""
 
-    def __init__(self, metrics: RouterMetrics, name: str) -> None:
-        self._metrics, self._name = metrics, name
-        self.siblings: Siblings | None = None  # once it listens
+    def __init__(self, metrics: RouterMetrics, name: str, others: OtherRouters) -> None:
+        self._metrics, self._name, self._others = metrics, name, others
+        others.on_question(_KIND, lambda _: self._own())
 
-    def own(self) -> bytes:
+    def _own(self) -> bytes:
         """In the event loop, like all that counts."""
         return self._metrics.exposition(self._name)
 
     async def text(self) -> bytes:
-        if self.siblings is None:
-            return self.own()
-        told: Mapping[str, bytes | None] = {self._name: self.own(), **await self.siblings.ask(METRICS)}
+        if not self._name:
+            return self._own()
+        told: Mapping[str, bytes | None] = {self._name: self._own(), **await self._others.ask(_KIND, of_port=True)}
         texts = [text for text in told.values() if text is not None]
         answers = (f'tandem_router_answers{{router="{name}"}} {int(text is not None)}\n' for name, text in told.items())
         return merged([(_ANSWERS + "".join(answers)).encode(), *texts])

@@ -12,7 +12,6 @@ none has it, under the directory's lock: so no two bind it.
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import logging
 import os
@@ -21,7 +20,7 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -37,7 +36,6 @@ everything, or where one compiles, a router is still for some seconds."""
 
 _LOCK = "lock"
 _WANTS_SOCKET = b"s"
-_MAX_QUESTION_BYTES = 16 << 10
 
 
 class Siblings:
@@ -46,17 +44,14 @@ class Siblings:
     Args:
         directory: where they meet; made if it is missing. No other cluster's routers use it.
         name: of this router, such as `router-0`.
-        answer: what it tells another router that asks this question; empty where it knows no such question. Called in
-            the thread that answers; may raise `TimeoutError`.
 
     Raises:
         ConfigError: others may enter the directory.
     """
 
-    def __init__(self, directory: Path, name: str, answer: Callable[[bytes], bytes]) -> None:
+    def __init__(self, directory: Path, name: str) -> None:
         directory.mkdir(mode=0o700, exist_ok=True)
         self.name = name
-        self._own_answer = answer
         self._entry = f"{name}.{os.getpid()}"  # an earlier life of this router may still lie there
         self._directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         found = os.fstat(self._directory)
@@ -83,7 +78,7 @@ class Siblings:
         return listener, is_shared
 
     def leave(self) -> None:
-        """Hand the socket to nobody any more. Questions are still answered."""
+        """Hand the socket to nobody any more."""
         with self._handing:
             if self._listener is not None:
                 self._listener.close()
@@ -100,28 +95,6 @@ class Siblings:
             self._answering.join()
         self._door.close()
         os.close(self._directory)
-
-    # -- questions
-
-    async def ask(self, question: bytes, but: Collection[str] = ()) -> dict[str, bytes | None]:
-        """What each other router answers, by its name; `None`: nothing in time, or it does not know the question.
-
-        Args:
-            but: names of those that are not asked.
-        """
-        entries = [entry for entry in self._others() if _name_of(entry) not in but]
-        told = await asyncio.gather(*(asyncio.to_thread(self._ask_one, entry, question) for entry in entries))
-        return {_name_of(entry): text for entry, text in zip(entries, told, strict=True) if text != b""}
-
-    def _ask_one(self, entry: str, question: bytes) -> bytes | None:
-        """Empty where the router has ended."""
-        try:
-            with self._asked(entry, question) as answer, answer.makefile("rb") as text:
-                return text.read() or None
-        except TimeoutError:
-            return None
-        except OSError:
-            return b""
 
     # -- asking
 
@@ -149,7 +122,7 @@ class Siblings:
         silent = []
         for entry in self._others():
             try:
-                with self._asked(entry, _WANTS_SOCKET) as answer:
+                with self._asked(entry) as answer:
                     _, handed, _, _ = socket.recv_fds(answer, 1, 1)
             except TimeoutError:
                 silent.append(_name_of(entry))
@@ -163,7 +136,7 @@ class Siblings:
         return None, silent
 
     @contextmanager
-    def _asked(self, entry: str, what: bytes) -> Iterator[socket.socket]:
+    def _asked(self, entry: str) -> Iterator[socket.socket]:
         """Raises `TimeoutError` where it does not answer, another `OSError` where it has ended."""
         with socket.socket(socket.AF_UNIX) as connection:
             # By the kernel: one with a timeout of Python's own would not wait where too many stand at the door.
@@ -173,7 +146,7 @@ class Siblings:
             except BlockingIOError:
                 raise TimeoutError(f"too many others wait for {_name_of(entry)}") from None
             connection.settimeout(_ANSWER_S)
-            connection.sendall(what)
+            connection.sendall(_WANTS_SOCKET)
             yield connection
 
     def _remove(self, entry: str) -> None:
@@ -225,12 +198,9 @@ class Siblings:
                     _log.exception("another router got no answer")
 
     def _answer(self, connection: socket.socket) -> None:
-        asked = connection.recv(_MAX_QUESTION_BYTES)  # it was sent at once, and so comes at once
-        if asked != _WANTS_SOCKET:
-            connection.sendall(self._own_answer(asked))
-            return
+        asked = connection.recv(1)
         with self._handing:
-            if self._listener is not None:
+            if asked == _WANTS_SOCKET and self._listener is not None:
                 socket.send_fds(connection, [_WANTS_SOCKET], [self._listener.fileno()])
 
 

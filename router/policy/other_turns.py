@@ -16,7 +16,8 @@ backlog differ by at most what all workers give in three times that time, divide
 an hour than after a second. With more than `MOST_TOLD` tenants that are served at a time, their counters take turns to
 be told.
 
-**Nothing waits for a router that says nothing.** What it said holds for `FRESH_S`; and when one is heard again of which
+**Nothing waits for a router that says nothing.** What it said holds for `FRESH_S`, and with many routers for as long as
+three of its words take; and when one is heard again of which
 words were lost, nobody who waits has a claim from that time. One that had nothing to tell has lost none. Who asks now
 and then, and has waited for nothing before, is not behind the others by much: so no place stays empty for it.
 """
@@ -33,6 +34,7 @@ EVERY_S = 0.05
 """The least time between two words of a router, for each that hears them. About so often turns go over from one router
 to another: with a longer time, what waits at one of them runs out meanwhile."""
 FRESH_S = 1.0
+"""What a router said holds for so long at least."""
 MOST_TOLD = 96
 """Tenants in one word."""
 
@@ -142,8 +144,9 @@ class OtherTurns:
 
     def _waiting(self, now_s: float) -> Iterator[Next]:
         """At each other router."""
+        fresh_s = max(FRESH_S, 3 * EVERY_S * len(self._others))
         for other in self._others.values():
-            if other.next is not None and now_s - other.heard_s < FRESH_S:
+            if other.next is not None and now_s - other.heard_s < fresh_s:
                 yield other.next
 
 

@@ -112,14 +112,14 @@ class WorkerRegistry:
 
     # -- membership
 
-    def apply(self, membership: Membership) -> None:
-        """Take over a membership, unless it is older than the one that holds."""
+    def apply(self, membership: Membership) -> bool:
+        """Take over a membership, unless it is older than the one that holds; whether it is not."""
         if membership.version < self._version:
             _log.warning("membership %d ignored: %d holds already", membership.version, self._version)
-            return
+            return False
         self._version = membership.version
         self._take_share(membership)
-        self.pool_sizes = tuple(membership.pools)
+        self.pool_sizes = tuple(pool for pool in membership.pools if pool.role in ROLE_FROM_PROTO)
         self.cache_secret = membership.cache_secret
         self._is_colocated = membership.colocated
         members = [member for member in membership.members if member.role in ROLE_FROM_PROTO]
@@ -141,6 +141,7 @@ class WorkerRegistry:
         self._forget_closed()
         _log.info("membership %d: %d workers; %s", self._version, len(self._members), _changes(before, self._members))
         self._tell_watchers()
+        return True
 
     def _take_share(self, membership: Membership) -> None:
         if membership.HasField("router_number"):

@@ -61,6 +61,7 @@ ALLOWED: Final[Mapping[str, frozenset[PeerRole]]] = {
     "/tandem.v1.RouterControl/DrainRouter": _SUPERVISOR,
     "/tandem.v1.RouterControl/StopRouter": _SUPERVISOR,
     "/tandem.v1.RouterControl/RouterStatus": _LOOKS,
+    "/tandem.v1.RouterControl/AskRouter": _ROUTER,
     "/tandem.v1.SupervisorControl/GetCluster": _CLIENT,
     "/tandem.v1.SupervisorControl/WatchCluster": _CLIENT,
     "/tandem.v1.SupervisorControl/Scale": _CLIENT,

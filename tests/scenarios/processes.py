@@ -207,8 +207,14 @@ class ProcessCluster:
             colocated=self.colocated,
             num_routers=len(self.routers),
         )
+        everyone = [
+            control_pb2.OtherRouter(name=router.name, control_address=router.facts["control"], shares_port=True)
+            for router in self.routers
+        ]
         for number, router in enumerate(self.routers):
             membership.router_number = number
+            del membership.other_routers[:]
+            membership.other_routers.extend(other for other in everyone if other.name != router.name)
             async with make_channel(router.facts["control"]) as channel:
                 await control_pb2_grpc.RouterControlStub(channel).SetMembership(membership, timeout=10)
 

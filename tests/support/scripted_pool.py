@@ -20,7 +20,9 @@ class ScriptedPool:
         self.cache_secret = b""
         self.colocated = False
         self.sizes: list[control_pb2.PoolSize] = []
+        self.others: list[control_pb2.OtherRouter] = []
         self._version = 0
+        self.control_address = control_address
         self._channel = grpc.insecure_channel(control_address)
         self.control = RouterControlStub(self._channel)
 
@@ -55,8 +57,13 @@ class ScriptedPool:
             cache_secret=self.cache_secret,
             colocated=self.colocated,
             pools=self.sizes,
+            other_routers=self.others,
         )
         self.control.SetMembership(membership, timeout=WAIT_S)
+
+    def as_other(self, name: str, *, shares_port: bool = True) -> control_pb2.OtherRouter:
+        """Its router, as others are told of it."""
+        return control_pb2.OtherRouter(name=name, control_address=self.control_address, shares_port=shares_port)
 
     def close(self) -> None:
         self._channel.close()

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import psutil
 
-from tandem.rpc.v1.control_pb2 import DrainRouterReply, DrainRouterRequest, StopRouterRequest
+from tandem.rpc.v1.control_pb2 import DrainRouterReply, DrainRouterRequest, OtherRouter, StopRouterRequest
 from tests.support.ports import free_port
 from tests.support.scripted_pool import ScriptedPool
 from tests.support.scripted_worker import ScriptedDecode, ScriptedPrefill
@@ -54,6 +54,10 @@ class RouterProcess:
         left = threads.submit(lambda: self.pool.control.DrainRouter(order, timeout=60))
         threads.shutdown(wait=False)
         return left
+
+    @property
+    def as_other(self) -> OtherRouter:
+        return self.pool.as_other(self.name)
 
     def stop(self) -> int:
         """In order; its exit status."""
@@ -111,8 +115,17 @@ class SharedPort:
         router = RouterProcess(name, popen, pool, log, self.port)
         self.routers.append(router)
         if told:
-            pool.add(*self.workers)
+            pool.workers.extend(self.workers)
+            self.tell()
         return router
+
+    def tell(self) -> None:
+        """Each router that knows workers, of the others too."""
+        there = [router for router in self.routers if router.popen.poll() is None and router.pool.workers]
+        for router in there:
+            router.pool.others = [other.as_other for other in there if other is not router]
+            if not router.is_stopped():
+                router.pool.push()
 
     def close(self) -> None:
         for router in self.routers:

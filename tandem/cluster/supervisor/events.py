@@ -84,6 +84,15 @@ class Member:
 
 
 @dataclass(frozen=True)
+class OtherRouter:
+    """A router as another one is told of it. `shares_port`: both are on one host."""
+
+    name: str
+    address: str
+    shares_port: bool
+
+
+@dataclass(frozen=True)
 class PoolSize:
     """Of a pool of workers, as routers are told it; `least` and `most` are equal where the size is fixed.
 
@@ -393,6 +402,7 @@ class PublishMembership(OfProcess):
     ended: tuple[str, ...] = ()  # incarnations of workers that have provably ended, the newest last
     colocated: bool = False  # as of `PoolState.colocated`
     pools: tuple[PoolSize, ...] = ()  # of workers
+    others: tuple[OtherRouter, ...] = ()  # that listen
 
 
 Instruction = StartProcess | StopProcess | KillProcess | DrainProcess | NoteEnded | PublishMembership

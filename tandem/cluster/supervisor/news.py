@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tandem.cluster.supervisor import events as ev
 from tandem.cluster.supervisor.slots import Phase, Slot
@@ -36,16 +37,35 @@ def remind(slot: Slot) -> list[ev.Instruction]:
     return [ev.NoteEnded(slot.name, slot.incarnation, tuple(slot.untold))] if slot.untold else []
 
 
+class RouterSeat(NamedTuple):
+    """A router that listens."""
+
+    name: str
+    address: str
+    node_id: str
+
+
+def seat_of(router: Slot) -> RouterSeat:
+    """Of one that listens."""
+    return RouterSeat(router.name, router.address, router.placement.node_id if router.placement else "")
+
+
 def membership_for(
     routers: Iterable[Slot],
     version: int,
     members: tuple[ev.Member, ...],
+    seats: tuple[RouterSeat, ...],
     serving: Sequence[str],
     ended: tuple[str, ...],
     colocated: bool,
     pools: tuple[ev.PoolSize, ...],
 ) -> list[ev.Instruction]:
-    """The membership for each of these routers, with its number among those that serve; `serving`: their names."""
+    """The membership for each of these routers, with its number among those that serve.
+
+    Args:
+        seats: of all routers that listen.
+        serving: names of those that serve.
+    """
     num = max(1, len(serving))
     numbers = {name: number for number, name in enumerate(serving)}
     return [
@@ -59,6 +79,11 @@ def membership_for(
             ended,
             colocated,
             pools,
+            tuple(
+                ev.OtherRouter(seat.name, seat.address, seat.node_id == seat_of(router).node_id)
+                for seat in seats
+                if seat.name != router.name
+            ),
         )
         for router in routers
     ]

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from tandem.cluster.supervisor import events as ev
-from tandem.cluster.supervisor.news import Ends, membership_for, remind
+from tandem.cluster.supervisor.news import Ends, RouterSeat, membership_for, remind, seat_of
 from tandem.cluster.supervisor.nodes import Aim, NodeBook
 from tandem.cluster.supervisor.placing import best_aim, to_move
 from tandem.cluster.supervisor.sizes import Sizes
@@ -32,9 +32,9 @@ from tandem.core.identity import WORKER_ROLES, Role
 
 # Workers, routers, ends and sizes.
 _Published: TypeAlias = tuple[
-    tuple[ev.Member, ...], tuple[str, ...], tuple[str, ...], bool, tuple[ev.PoolSize, ...]
+    tuple[ev.Member, ...], tuple[RouterSeat, ...], tuple[str, ...], tuple[str, ...], bool, tuple[ev.PoolSize, ...]
 ]
-"""Workers, routers, ends, whether the cluster is colocated, and sizes."""
+"""Workers, routers that listen and names of those that serve, ends, whether the cluster is colocated, and sizes."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class PoolState:
     # Decode workers compute all prompts: no prefill workers are wanted, or none of those that are has been ready since.
     colocated: bool = False
     stopping: bool = False  # everything is being stopped, and nothing that ends is started again
-    _published: _Published = ((), (), (), False, ())
+    _published: _Published = ((), (), (), (), False, ())
 
     def __post_init__(self) -> None:
         self.slots = SlotTable(self.policy)
@@ -68,9 +68,10 @@ class PoolState:
         """Tell the routers what has changed; one that drains serves requests too."""
         routers = [router for router in self.routers.values() if router.listens]
         serving = tuple(router.name for router in routers if router.phase is Phase.READY)
-        shares = serving or self._published[1]  # while none serves, nobody's share has changed
+        shares = serving or self._published[2]  # while none serves, nobody's share has changed
         self._look_at_prefill()
-        published = self.slots.members, shares, self.ends.newest, self.colocated, self.sizes.told
+        seats = tuple(map(seat_of, routers)) if len(routers) > 1 else ()  # of one nobody else is told
+        published = self.slots.members, seats, shares, self.ends.newest, self.colocated, self.sizes.told
         if published != self._published:
             self._published, self.version = published, self.version + 1
         elif isinstance(event, ev.Started):

@@ -38,6 +38,10 @@ def membership(instruction: PublishMembership, cache_secret: bytes) -> control_p
             )
             for pool in instruction.pools
         ],
+        other_routers=[
+            control_pb2.OtherRouter(name=other.name, control_address=other.address, shares_port=other.shares_port)
+            for other in instruction.others
+        ],
     )
 
 

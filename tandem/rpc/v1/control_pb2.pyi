@@ -70,6 +70,7 @@ class Membership(_message.Message):
     CACHE_SECRET_FIELD_NUMBER: _builtins.int
     COLOCATED_FIELD_NUMBER: _builtins.int
     POOLS_FIELD_NUMBER: _builtins.int
+    OTHER_ROUTERS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """grows with every change; an older one is ignored"""
     num_routers: _builtins.int
@@ -94,6 +95,10 @@ class Membership(_message.Message):
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolSize]:
         """of workers; for metrics"""
 
+    @_builtins.property
+    def other_routers(self) -> _containers.RepeatedCompositeFieldContainer[Global___OtherRouter]:
+        """than the one that is told; those that leave are among them"""
+
     def __init__(
         self,
         *,
@@ -105,16 +110,45 @@ class Membership(_message.Message):
         cache_secret: _builtins.bytes = ...,
         colocated: _builtins.bool = ...,
         pools: _abc.Iterable[Global___PoolSize] | None = ...,
+        other_routers: _abc.Iterable[Global___OtherRouter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_router_number", b"_router_number", "router_number", b"router_number"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_router_number", b"_router_number", "cache_secret", b"cache_secret", "colocated", b"colocated", "ended", b"ended", "members", b"members", "num_routers", b"num_routers", "pools", b"pools", "router_number", b"router_number", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_router_number", b"_router_number", "cache_secret", b"cache_secret", "colocated", b"colocated", "ended", b"ended", "members", b"members", "num_routers", b"num_routers", "other_routers", b"other_routers", "pools", b"pools", "router_number", b"router_number", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__router_number: _TypeAlias = _typing.Literal["router_number"]  # noqa: Y015
     _WhichOneofArgType__router_number: _TypeAlias = _typing.Literal["_router_number", b"_router_number"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__router_number) -> _WhichOneofReturnType__router_number | None: ...
 
 Global___Membership: _TypeAlias = Membership  # noqa: Y015
+
+@_typing.final
+class OtherRouter(_message.Message):
+    """A router of the same cluster, as another one is told of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    CONTROL_ADDRESS_FIELD_NUMBER: _builtins.int
+    SHARES_PORT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    control_address: _builtins.str
+    shares_port: _builtins.bool
+    """both are on one host"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        control_address: _builtins.str = ...,
+        shares_port: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_address", b"control_address", "name", b"name", "shares_port", b"shares_port"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OtherRouter: _TypeAlias = OtherRouter  # noqa: Y015
 
 @_typing.final
 class PoolSize(_message.Message):
@@ -389,6 +423,52 @@ class RouterStatusRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RouterStatusRequest: _TypeAlias = RouterStatusRequest  # noqa: Y015
+
+@_typing.final
+class RouterQuestion(_message.Message):
+    """`kind` says which of the router's parts asks and how `text` is to be read."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    text: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        text: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouterQuestion: _TypeAlias = RouterQuestion  # noqa: Y015
+
+@_typing.final
+class RouterAnswer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    text: _builtins.bytes
+    """absent: the router knows no such question"""
+    def __init__(
+        self,
+        *,
+        text: _builtins.bytes | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_text", b"_text", "text", b"text"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_text", b"_text", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__text: _TypeAlias = _typing.Literal["text"]  # noqa: Y015
+    _WhichOneofArgType__text: _TypeAlias = _typing.Literal["_text", b"_text"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__text) -> _WhichOneofReturnType__text | None: ...
+
+Global___RouterAnswer: _TypeAlias = RouterAnswer  # noqa: Y015
 
 @_typing.final
 class RouterStatusReply(_message.Message):

@@ -55,6 +55,11 @@ class RouterControlStub:
                 request_serializer=tandem_dot_v1_dot_control__pb2.RouterStatusRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_control__pb2.RouterStatusReply.FromString,
                 _registered_method=True)
+        self.AskRouter = channel.unary_unary(
+                '/tandem.v1.RouterControl/AskRouter',
+                request_serializer=tandem_dot_v1_dot_control__pb2.RouterQuestion.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_control__pb2.RouterAnswer.FromString,
+                _registered_method=True)
 
 
 class RouterControlServicer:
@@ -89,6 +94,13 @@ class RouterControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AskRouter(self, request, context):
+        """What another router of the cluster asks. It is answered from the event loop that serves clients.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -111,6 +123,11 @@ def add_RouterControlServicer_to_server(servicer, server):
                     servicer.RouterStatus,
                     request_deserializer=tandem_dot_v1_dot_control__pb2.RouterStatusRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_control__pb2.RouterStatusReply.SerializeToString,
+            ),
+            'AskRouter': grpc.unary_unary_rpc_method_handler(
+                    servicer.AskRouter,
+                    request_deserializer=tandem_dot_v1_dot_control__pb2.RouterQuestion.FromString,
+                    response_serializer=tandem_dot_v1_dot_control__pb2.RouterAnswer.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -221,6 +238,33 @@ class RouterControl:
             '/tandem.v1.RouterControl/RouterStatus',
             tandem_dot_v1_dot_control__pb2.RouterStatusRequest.SerializeToString,
             tandem_dot_v1_dot_control__pb2.RouterStatusReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AskRouter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.RouterControl/AskRouter',
+            tandem_dot_v1_dot_control__pb2.RouterQuestion.SerializeToString,
+            tandem_dot_v1_dot_control__pb2.RouterAnswer.FromString,
             options,
             channel_credentials,
             insecure,

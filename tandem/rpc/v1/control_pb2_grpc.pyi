@@ -42,6 +42,8 @@ class RouterControlStub:
     """The supervisor's heartbeat. It also tells which writers decode workers suspect. It is answered from the event loop
     that serves clients.
     """
+    AskRouter: _grpc.UnaryUnaryMultiCallable[_control_pb2.RouterQuestion, _control_pb2.RouterAnswer]
+    """What another router of the cluster asks. It is answered from the event loop that serves clients."""
 
 @_typing.type_check_only
 class RouterControlAsyncStub(RouterControlStub):
@@ -56,6 +58,8 @@ class RouterControlAsyncStub(RouterControlStub):
     """The supervisor's heartbeat. It also tells which writers decode workers suspect. It is answered from the event loop
     that serves clients.
     """
+    AskRouter: _aio.UnaryUnaryMultiCallable[_control_pb2.RouterQuestion, _control_pb2.RouterAnswer]  # type: ignore[assignment]
+    """What another router of the cluster asks. It is answered from the event loop that serves clients."""
 
 class RouterControlServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -91,6 +95,14 @@ class RouterControlServicer(metaclass=_abc_1.ABCMeta):
         """The supervisor's heartbeat. It also tells which writers decode workers suspect. It is answered from the event loop
         that serves clients.
         """
+
+    @_abc_1.abstractmethod
+    def AskRouter(
+        self,
+        request: _control_pb2.RouterQuestion,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.RouterAnswer, _abc.Awaitable[_control_pb2.RouterAnswer]]:
+        """What another router of the cluster asks. It is answered from the event loop that serves clients."""
 
 def add_RouterControlServicer_to_server(servicer: RouterControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

@@ -26,6 +26,7 @@ from tandem.cluster.supervisor.events import (
     LoadingHeard,
     LoadReported,
     NoteEnded,
+    OtherRouter,
     Placed,
     Placement,
     ProcessEnded,
@@ -1064,6 +1065,23 @@ def test_a_membership_reaches_every_router_that_listens_with_the_share_that_it_h
     back = told(story.start_router("router-0"))
     assert [each[0] for each in back] == ["router-0", "router-1"]
     assert {each[2:] for each in back} == {(version + 3, 2)}
+
+
+def test_each_router_that_listens_is_told_of_the_others_and_which_are_on_its_host() -> None:
+    story = Story(routers=2)
+    out = story.feed(WantedChanged(Role.ROUTER, 3))
+    (start,) = of(StartProcess, out)
+    story.feed(Placed(start.name, start.incarnation, Placement("other", 77, "other-id")))
+    out = story.feed(Started(start.name, start.incarnation, "other:1", Placement("other", 77, "other-id"), "http://o"))
+    told = {step.name: step.others for step in of(PublishMembership, out)}
+    first, second = (story.router(name).address for name in ("router-0", "router-1"))
+    assert told == {
+        "router-0": (OtherRouter("router-1", second, True), OtherRouter("router-2", "other:1", False)),
+        "router-1": (OtherRouter("router-0", first, True), OtherRouter("router-2", "other:1", False)),
+        "router-2": (OtherRouter("router-0", first, False), OtherRouter("router-1", second, False)),
+    }
+    out = story.exit_router("router-2")
+    assert [len(step.others) for step in of(PublishMembership, out)] == [1, 1]
 
 
 def test_a_writer_that_either_router_has_heard_of_is_told_to_both_as_failed() -> None:

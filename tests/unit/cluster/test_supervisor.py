@@ -65,8 +65,10 @@ async def test_one_of_two_routers_dies_and_the_other_goes_on(world: World) -> No
         assert not second.ended.done()
     latest = [router.memberships[-1] for router in (second, world.routers[-1])]
     assert [membership.router_number for membership in latest] == [1, 0], "each has its own share"
+    assert [[other.name for other in each.other_routers] for each in latest] == [["router-0"], ["router-1"]]
     for membership in latest:
         membership.ClearField("router_number")
+        membership.ClearField("other_routers")
     assert latest[0] == latest[1]
     assert latest[0].num_routers == 2
     assert all(router.ended.result() is None for router in (second, world.routers[-1]))  # stopped in order

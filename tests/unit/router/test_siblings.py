@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import json
 import os
@@ -53,7 +52,7 @@ def sibling(tmp_path: Path) -> Iterator[Callable[[str], Siblings]]:
     made: list[Siblings] = []
 
     def make(name: str) -> Siblings:
-        made.append(Siblings(tmp_path / "siblings", name, lambda asked: asked + f" of {name}".encode()))
+        made.append(Siblings(tmp_path / "siblings", name))
         return made[-1]
 
     yield make
@@ -125,33 +124,27 @@ def test_one_at_whose_door_too_many_wait_is_silent_and_not_taken_for_ended(
             is_full = other.connect_ex(str(entry)) == errno.EAGAIN
         with pytest.raises(ConfigError, match="the port is taken; router-1 may have it, and did not answer"):
             starting.take_listener(taken)
-        assert asyncio.run(starting.ask(b"?")) == {"router-1": None}
         assert entry.exists()
 
 
-def test_one_that_is_still_for_a_while_is_asked_again(tmp_path: Path) -> None:
+def test_one_that_is_still_for_a_while_is_asked_again(sibling: Callable[[str], Siblings]) -> None:
     """As on a host that starts everything at once: it has the port, and answers late."""
-    is_asked, goes_on = threading.Event(), threading.Event()
+    busy, starting = sibling("router-0"), sibling("router-1")
+    busy.take_listener(bound)[0].close()
+    with ExitStack() as stack:
+        stack.enter_context(busy._handing)  # so its thread stands still before the answer
+        was_silent = False
 
-    def stand_still(_: bytes) -> bytes:
-        is_asked.set()
-        return b"late" if goes_on.wait(30) else b"never"
+        def refused() -> socket.socket:
+            nonlocal was_silent
+            was_silent = True
+            stack.close()
+            raise ConfigError("in use", key="http.port")
 
-    def refused() -> socket.socket:
-        goes_on.set()
-        raise ConfigError("in use", key="http.port")
-
-    busy = Siblings(tmp_path / "siblings", "router-0", stand_still)
-    starts = Siblings(tmp_path / "siblings", "router-1", bytes)
-    with closing(busy), closing(starts), ThreadPoolExecutor(1) as threads:
-        busy.take_listener(bound)[0].close()
-        asked = threads.submit(asyncio.run, starts.ask(b"anything"))
-        assert is_asked.wait(30)
-        listener, is_shared = starts.take_listener(refused)
+        listener, is_shared = starting.take_listener(refused)
         listener.close()
-        asked.result(30)
     assert is_shared
-    assert goes_on.is_set()  # it was silent at first
+    assert was_silent
 
 
 def test_of_many_that_start_together_one_binds(sibling: Callable[[str], Siblings]) -> None:
@@ -164,20 +157,10 @@ def test_of_many_that_start_together_one_binds(sibling: Callable[[str], Siblings
         listener.close()
 
 
-async def test_figures_are_to_be_had_of_one_that_leaves_too_until_it_ends(sibling: Callable[[str], Siblings]) -> None:
-    first, second = sibling("router-0"), sibling("router-1")
-    for each in (first, second):
-        each.take_listener(bound)[0].close()
-    second.leave()
-    assert await first.ask(b"figures") == {"router-1": b"figures of router-1"}
-    second.close()
-    assert await first.ask(b"figures") == {}
-
-
 def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
     (tmp_path / "siblings").mkdir(mode=0o755)
     with pytest.raises(ConfigError, match="others may enter"):
-        Siblings(tmp_path / "siblings", "router-0", bytes)
+        Siblings(tmp_path / "siblings", "router-0")
 
 
 # -- processes
@@ -270,7 +253,8 @@ def test_a_router_that_has_just_started_takes_no_connection_before_it_knows_the_
         second = shared.start("router-1", told=False)
         load.wait_for(30)
         assert not second.ports()
-        second.pool.add(*shared.workers)
+        second.pool.workers.extend(shared.workers)
+        shared.tell()
         wait_until(second.ports, "connections of the second router", 20)
         load.wait_for(10)
     assert not load.failures
@@ -365,8 +349,12 @@ class Routers:
         server = RouterServer(self.config, model_dir=self.checkpoint, **place)
         self.pools.append(ScriptedPool(server.start().control_address))
         self.pools[-1].num_routers = 8
-        self.pools[-1].add(*self.workers)
+        self.pools[-1].workers.extend(self.workers)
         self.servers.append(server)
+        everyone = [pool.as_other(f"router-{number}") for number, pool in enumerate(self.pools)]
+        for own, pool in zip(everyone, self.pools, strict=True):
+            pool.others = [other for other in everyone if other is not own]
+            pool.push()
 
     def drain(self, number: int) -> None:
         self.pools[number].control.DrainRouter(DrainRouterRequest(others_serve=True), timeout=60)

@@ -1,16 +1,18 @@
-"""Routers of a host tell each other of their turns, by real sockets."""
+"""Routers tell each other of their turns, by their real control services."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-import socket
-from collections.abc import Callable, Collection
-from contextlib import ExitStack, closing
-from pathlib import Path
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from unittest.mock import Mock
 
-from router.http.siblings import Siblings
-from router.http.turn_exchange import TurnExchange
+import pytest
+
+from router.control import RouterControl, serve_control
+from router.http.other_routers import OtherRouters
+from router.http.turn_exchange import TurnExchange, encoded
 from router.lifecycle.turns import Turns
 from router.policy.gate import Room
 from router.policy.other_turns import FRESH_S, Next, TurnNews
@@ -20,6 +22,8 @@ from router.request.request import Request
 from router.request.targets import Targets
 from tandem.core.clock import MonotonicClock
 from tandem.core.sampling import SamplingParams
+from tandem.rpc.guard import RoleGuard
+from tandem.rpc.v1.control_pb2 import OtherRouter
 from tests.support.waiting import until
 
 ROOM = Room(num_computing=1, tokens_per_s=math.inf, num_decode=1, num_places=8, most_pages=99, page_size=16)
@@ -44,20 +48,27 @@ class Hearing(Turns):
             self.enough.set()
 
 
-def meet(stack: ExitStack, directory: Path, name: str, answer: Callable[[bytes], bytes]) -> Siblings:
-    """A router whose questions are answered in the event loop, as in a router's process."""
-    loop = asyncio.get_running_loop()
-
-    async def own(question: bytes) -> bytes:
-        return answer(question)
-
-    def ask(question: bytes) -> bytes:
-        return asyncio.run_coroutine_threadsafe(own(question), loop).result(10)
-
-    siblings = stack.enter_context(closing(Siblings(directory, name, ask)))
-    listener, _ = siblings.take_listener(lambda: socket.create_server(("127.0.0.1", 0)))
-    stack.enter_context(listener)
-    return siblings
+@asynccontextmanager
+async def meet(*names: str) -> AsyncIterator[list[OtherRouters]]:
+    """Routers that answer each other by their control services."""
+    each, servers, addresses = [OtherRouters() for _ in names], [], []
+    for others in each:
+        control = RouterControl(None, others, Mock(), Mock(), Mock())  # type: ignore[arg-type]
+        server, port = await serve_control(control, RoleGuard(), "127.0.0.1", 0)
+        servers.append(server)
+        addresses.append(f"127.0.0.1:{port}")
+    everyone = [
+        OtherRouter(name=name, control_address=address) for name, address in zip(names, addresses, strict=True)
+    ]
+    for others, own in zip(each, everyone, strict=True):
+        others.apply(other for other in everyone if other is not own)
+    try:
+        yield each
+    finally:
+        for others in each:
+            await others.close()
+        for server in servers:
+            await server.stop(0)
 
 
 def request(prompt: tuple[int, ...] = (1, 2, 3)) -> Request:
@@ -70,7 +81,7 @@ async def test_who_waits_for_a_router_that_has_gone_is_looked_at_when_its_word_h
     turns.join(request(), Mailbox()).end()
     owner = request().tenant.owner
     turns.hear("router-1", TurnNews("a life", 1, 0.0, Next("other", 0, 0.0), {owner: Served(1e6, 0.0)}))
-    telling = asyncio.create_task(TurnExchange(turns, "router-0", lambda: 1).run())
+    telling = asyncio.create_task(TurnExchange(turns, "router-0", OtherRouters()).run())
     turn = turns.join(request(), Mailbox())
     assert not turn.has_come
     await until(lambda: turn.has_come, "its turn", FRESH_S + 10)
@@ -78,51 +89,20 @@ async def test_who_waits_for_a_router_that_has_gone_is_looked_at_when_its_word_h
     await asyncio.wait({telling})
 
 
-class Unable(Siblings):
-    """Cannot ask at first; `has_asked` is set when it could."""
-
-    def __init__(self) -> None:
-        self.num_asked, self.has_asked = 0, asyncio.Event()
-
-    async def ask(self, question: bytes, but: Collection[str] = ()) -> dict[str, bytes | None]:
-        self.num_asked += 1
-        if self.num_asked == 1:
-            raise OSError(24, "Too many open files")
-        self.has_asked.set()
-        return {}
-
-
-async def test_a_router_that_cannot_ask_others_tells_them_later() -> None:
-    turns = make_turns()
-    exchange = TurnExchange(turns, "router-0", lambda: 2)
-    exchange.siblings = siblings = Unable()
-    telling = asyncio.create_task(exchange.run())
-    turn = turns.join(request(), Mailbox())
-    while not siblings.has_asked.is_set():
-        assert not telling.done(), "a router whose exchange of turns ends is closed"
-        turn.charge(1)
-        await asyncio.sleep(0.01)
-    telling.cancel()
-    await asyncio.wait({telling})
-
-
-async def test_what_a_router_gives_is_heard_by_the_others_and_one_that_does_not_answer_is_left_out(
-    tmp_path: Path,
-) -> None:
+async def test_what_a_router_gives_is_heard_by_the_others_and_one_that_does_not_answer_is_left_out() -> None:
     speaking, hearing, num_asked = make_turns(), Hearing(4), 0
 
     def unable(_: bytes) -> bytes:
         nonlocal num_asked
         num_asked += 1
-        raise TimeoutError
+        raise ValueError
 
-    exchange = TurnExchange(speaking, "router-0", lambda: 3)
-    with ExitStack() as stack:
-        exchange.siblings = meet(stack, tmp_path / "siblings", "router-0", exchange.answer)
-        meet(stack, tmp_path / "siblings", "router-1", TurnExchange(hearing, "router-1", lambda: 3).answer)
-        meet(stack, tmp_path / "siblings", "router-2", unable)
+    async with meet("router-0", "router-1", "router-2") as (first, second, third):
+        exchange = TurnExchange(speaking, "router-0", first)
+        TurnExchange(hearing, "router-1", second)
+        third.on_question("turns", unable)
         telling = asyncio.create_task(exchange.run())
-        turn = speaking.join(Request("a", (1, 2, 3), SamplingParams(), 0.0, targets=Targets(1.0, 0.1)), Mailbox())
+        turn = speaking.join(request(), Mailbox())
 
         async def give() -> None:
             while not hearing.enough.is_set():
@@ -138,3 +118,14 @@ async def test_what_a_router_gives_is_heard_by_the_others_and_one_that_does_not_
     (served,) = last.served.values()
     assert served.given >= 8
     assert num_asked == 1
+
+
+@pytest.mark.parametrize("word", [b"", b"{}", b"[1]", b'["a",1,2,3,[1],{}]', b'["a","l",1,0.0,null,{"x":3}]'])
+async def test_what_is_no_word_is_refused_and_changes_nothing(word: bytes) -> None:
+    async with meet("router-0", "router-1") as (first, second):
+        TurnExchange(hearing := Hearing(1), "router-1", second)
+        assert await first.ask("turns", word) == {"router-1": None}
+        assert not hearing.heard
+        told = TurnNews("a life", 1, 0.0, None, {})
+        assert await first.ask("turns", encoded("router-0", told)) == {"router-1": b"heard"}
+        assert hearing.heard == [("router-0", told)]

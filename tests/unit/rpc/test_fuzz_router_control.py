@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import httpx
+import orjson
 import pytest
 import pytest_asyncio
 from hypothesis import given
@@ -21,7 +23,8 @@ from tandem.rpc.v1 import common_pb2, control_pb2, control_pb2_grpc
 from tests.unit.rpc.wire_fuzz import FUZZ, check_answer, methods, payloads, send
 
 METHODS = methods(control_pb2.DESCRIPTOR.services_by_name["RouterControl"])
-MEMBERSHIP, STATUS = "/tandem.v1.RouterControl/SetMembership", "/tandem.v1.RouterControl/RouterStatus"
+CONTROL = "/tandem.v1.RouterControl"
+MEMBERSHIP, STATUS, ASK = f"{CONTROL}/SetMembership", f"{CONTROL}/RouterStatus", f"{CONTROL}/AskRouter"
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -53,6 +56,13 @@ async def still_serves(router: Running, version: int) -> None:
     assert "decode-7" in str(shown)
 
 
+def orjson_or_nothing(value: Any) -> bytes:
+    try:
+        return orjson.dumps(value)
+    except TypeError:  # such as an integer of more than 64 bits
+        return b""
+
+
 # A version is a promise that all lower ones are old: what the fuzzer says must leave room for the correct one.
 _VERSIONS = st.integers(0, 3)
 
@@ -67,6 +77,16 @@ async def test_no_membership_breaks_it(router: Running, payload: bytes) -> None:
 @given(payload=payloads(METHODS[STATUS].input_type))
 async def test_no_question_breaks_it(router: Running, payload: bytes) -> None:
     check_answer(METHODS[STATUS], payload, await send(router.channel, STATUS, METHODS[STATUS], [payload]))
+
+
+_KINDS = st.sampled_from(["turns", "live part", "request", "metrics", "weather"])
+_TEXTS = st.one_of(st.binary(), st.recursive(st.none() | st.integers() | st.text(), st.lists).map(orjson_or_nothing))
+
+
+@FUZZ
+@given(payload=payloads(METHODS[ASK].input_type, kind=_KINDS, text=_TEXTS))
+async def test_no_question_of_another_router_breaks_it(router: Running, payload: bytes) -> None:
+    check_answer(METHODS[ASK], payload, await send(router.channel, ASK, METHODS[ASK], [payload]))
 
 
 async def test_a_huge_membership_is_taken_and_given_up_again(router: Running) -> None:

@@ -40,12 +40,14 @@ def test_what_changes_anything_is_one_roles_own() -> None:
 
 
 def test_the_figure_of_the_design() -> None:
-    """Who calls whom when a request is served, and nobody else."""
+    """Who calls whom when a request is served, and the routers each other."""
 
     def methods_of(role: PeerRole) -> set[str]:
         return {method.rpartition(".")[2] for method, roles in ALLOWED.items() if role in roles}
 
-    assert methods_of(PeerRole.ROUTER) == {"PrefillService/Session", "DecodeService/Session"}
+    assert methods_of(PeerRole.ROUTER) == {
+        "PrefillService/Session", "DecodeService/Session", "RouterControl/AskRouter"
+    }  # fmt: skip
     assert methods_of(PeerRole.DECODE) == {"PrefillService/StopWrites"}
     sent = {"Pair", "AwaitGreeting", "Attach", "Commits", "ConfirmIdle"}
     assert methods_of(PeerRole.PREFILL) == {f"DecodeService/{name}" for name in sent}

@@ -1,0 +1,98 @@
+"""Routers of different hosts: each has a port of its own, and all know of each other's requests and turns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+
+from router.server import RouterServer
+from tandem.core import config as configuration
+from tests.support.scripted_pool import ScriptedPool
+from tests.support.scripted_worker import ScriptedDecode, ScriptedPrefill
+from tests.support.waiting import wait_until
+
+BODY = {"prompt": "x", "max_tokens": 3}
+
+
+class Host:
+    """A router with a port of its own, as on a host of its own."""
+
+    def __init__(self, name: str, checkpoint: Path) -> None:
+        config = configuration.load(None, {"transport.lease_s": 30.0, "model.served_names": ["toy"]})
+        self.name, self.server = name, RouterServer(config, model_dir=checkpoint, name=name)
+        info = self.server.start()
+        self.url, self.pool = info.http_url, ScriptedPool(info.control_address)
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(f"{self.url}{path}", timeout=30)
+
+    def serve_one(self) -> str:
+        """The request's id."""
+        answer = httpx.post(f"{self.url}/v1/completions", json={"model": "toy", **BODY}, timeout=30)
+        return str(answer.raise_for_status().headers["x-request-id"])
+
+    def close(self) -> None:
+        self.server.stop(drain_s=0.2)
+        self.pool.workers = []
+        self.pool.close()
+
+
+@pytest.fixture
+def hosts(checkpoint: Path) -> Iterator[list[Host]]:
+    with ExitStack() as stack:
+        workers = [ScriptedPrefill("prefill-0"), ScriptedDecode("decode-0")]
+        for worker in workers:
+            stack.callback(worker.kill)
+        hosts = [Host(f"router-{number}", checkpoint) for number in range(3)]
+        for host in hosts:
+            stack.callback(host.close)
+            host.pool.workers = list(workers)
+            host.pool.num_routers = len(hosts)
+            host.pool.others = [o.pool.as_other(o.name, shares_port=False) for o in hosts if o is not host]
+            host.pool.push()
+        for host in hosts:
+            wait_until(lambda: host.get("/health").status_code == 200, f"health of {host.name}")  # noqa: B023 - at once
+        yield hosts
+
+
+def test_whichever_is_asked_knows_the_requests_of_all(hosts: list[Host]) -> None:
+    ids = {host.name: host.serve_one() for host in hosts}
+    for asked in hosts:
+        for name, request_id in ids.items():
+            (found,) = asked.get(f"/v1/requests/{request_id}").raise_for_status().json()["data"]
+            assert found["router"] == name
+        with httpx.stream("GET", f"{asked.url}/v1/events", timeout=30) as events:
+            told = json.loads(next(line for line in events.iter_lines() if line.startswith("data: "))[6:])
+        assert {router["router"] for router in told["routers"]} == set(ids)
+        assert {row["id"].partition("#")[0] for row in told["ended"]} == set(ids.values())
+
+
+def test_each_is_scraped_for_itself(hosts: list[Host]) -> None:
+    """Prometheus asks each port: what two of them told would count twice."""
+    for host in hosts:
+        samples = host.get("/metrics").text.splitlines()
+        answering = [line for line in samples if line.startswith("tandem_router_answers{")]
+        assert answering == [f'tandem_router_answers{{router="{host.name}"}} 1']
+
+
+def test_one_that_has_ended_and_is_not_known_to_have_is_left_out(hosts: list[Host]) -> None:
+    first, second, ended = hosts
+    request_id = second.serve_one()
+    ended.server.stop(drain_s=0.2)
+    assert first.get(f"/v1/requests/{request_id}").status_code == 200
+    assert first.get("/v1/requests/nobody").status_code == 404
+    assert first.serve_one()
+
+
+def test_one_that_is_no_member_any_more_is_not_asked(hosts: list[Host]) -> None:
+    first, second, _ = hosts
+    request_id = second.serve_one()
+    assert first.get(f"/v1/requests/{request_id}").status_code == 200
+    first.pool.others = []
+    first.pool.push()
+    assert first.get(f"/v1/requests/{request_id}").status_code == 404

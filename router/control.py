@@ -7,8 +7,8 @@ from typing import Any
 
 import grpc
 
-from router.http.other_routers import OtherRouters
 from router.lifecycle.context import RouterContext
+from router.workers.other_routers import OtherRouters
 from tandem.core.addresses import join_address
 from tandem.core.errors import ConfigError
 from tandem.rpc.channel import bind, make_server

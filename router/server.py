@@ -21,7 +21,6 @@ from router.http.app import create_app
 from router.http.auth import ApiKeys, check_exposure
 from router.http.live import Live
 from router.http.metrics_page import MetricsPage
-from router.http.other_routers import OtherRouters
 from router.http.server import HttpServer, listen
 from router.http.siblings import Siblings
 from router.http.turn_exchange import TurnExchange
@@ -38,6 +37,7 @@ from router.policy.gate import places_of_one
 from router.policy.retry_budget import RetryBudget, retry_burst
 from router.request.targets import Targets
 from router.workers.gauges import RouterGauges
+from router.workers.other_routers import OtherRouters
 from router.workers.registry import WorkerRegistry
 from router.workers.vllm_names import VllmNames
 from tandem.core import fault_points

@@ -14,9 +14,9 @@ from typing import Any
 import orjson
 from fastapi.responses import HTMLResponse
 
-from router.http.other_routers import OtherRouters
 from router.lifecycle.context import RouterContext
 from router.observe.feed import Seen, joined, part_of
+from router.workers.other_routers import OtherRouters
 from tandem.core.errors import InvalidRequestError, OverloadedError
 
 MAX_WATCHERS = 32

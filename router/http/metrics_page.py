@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from router.http.other_routers import OtherRouters
+from router.workers.other_routers import OtherRouters
 from tandem.core.metrics import RouterMetrics
 
 _KIND = "metrics"

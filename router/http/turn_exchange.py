@@ -7,10 +7,10 @@ from dataclasses import astuple
 
 import orjson
 
-from router.http.other_routers import OtherRouters
 from router.lifecycle.turns import Turns
 from router.policy.other_turns import EVERY_S, Next, TurnNews
 from router.policy.turns import Served
+from router.workers.other_routers import OtherRouters
 
 _KIND = "turns"
 """Of the word of one router to another: a question whose answer says nothing."""

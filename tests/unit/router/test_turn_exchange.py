@@ -11,7 +11,6 @@ from unittest.mock import Mock
 import pytest
 
 from router.control import RouterControl, serve_control
-from router.http.other_routers import OtherRouters
 from router.http.turn_exchange import TurnExchange, encoded
 from router.lifecycle.turns import Turns
 from router.policy.gate import Room
@@ -20,6 +19,7 @@ from router.policy.turns import Served
 from router.request.mailbox import Mailbox
 from router.request.request import Request
 from router.request.targets import Targets
+from router.workers.other_routers import OtherRouters
 from tandem.core.clock import MonotonicClock
 from tandem.core.sampling import SamplingParams
 from tandem.rpc.guard import RoleGuard

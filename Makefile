@@ -65,7 +65,7 @@ test: $(STAMP)  ## run all tests (those for GPUs skip themselves where there is 
 test-faults: $(STAMP)  ## run the whole kill matrix and all of tests/cluster; print the matrix (40 minutes on two cores)
 	@rm -f $(FIGURES)/kill_matrix.json
 	@status=0; KILL_MATRIX=$(FIGURES)/kill_matrix.json \
-		$(BIN)/python -m pytest -m "" tests/scenarios/faults tests/cluster tests/unit/bench/test_bench_parts.py $(ARGS) || status=$$?; \
+		$(BIN)/python -m pytest -m "" tests/scenarios/faults tests/cluster tests/unit/bench tests/unit/router/test_tool_readers.py $(ARGS) || status=$$?; \
 		$(IN_PAIRS) -m "not interpreted" tests/gpu $(ARGS) || status=$$?; \
 		TRITON_INTERPRET=1 $(IN_PAIRS) -m interpreted tests/gpu $(ARGS) || status=$$?; \
 		$(BIN)/python -m tests.scenarios.faults.report $(FIGURES)/kill_matrix.json && exit $$status

@@ -3,9 +3,13 @@
     NEW ──> WAITING ──┬──> GRANTED ──admit──┬──> ENTERING ──> COMPUTING ──> RUNNING
                       └──── computed here ──┘        └──── handed off ───────┘
 
-**Reserved pages** are of no use before their commit. Together they may be at most a quarter of the pool, but one
-request is always granted when no other page is reserved. Pages of a prompt that is computed here have no such cap,
-because they wait for no other worker. The head of the queue is never overtaken.
+**Reserved pages** are of no use before their commit. Together they may be at most a quarter of the pool, beside those
+of one request that needs more than that by itself. Pages of a prompt that is computed here have no such cap, because
+they wait for no other worker.
+
+**The head of the queue waits for as many pages as it needs, and for as many again.** While they cannot be had, requests
+behind it pass that need fewer. All that pass it have together no more pages than it needs itself; then nobody passes
+any more, what runs ends, and it is the head that takes what comes back.
 
 **Prompts of a colocated cluster** take turns before they take pages: the next one gets its own when those before it
 that are computed have no more than two chunks left. So what waits here counts as waiting at the routers too.
@@ -26,10 +30,12 @@ from typing import Generic, TypeVar
 from kvtransfer.protocol.messages import AttemptKey
 from tandem.core.errors import OverloadedError
 from tandem.core.page_keys import PageKeys
-from tandem.core.pages import pages_for
+from tandem.core.pages import Shortage, pages_for
 from tandem.worker.scheduler import BatchScheduler
 
 RESERVED_SHARE = 0.25
+_MOST_LOOKED_AT = 16
+"""From the head of the queue on, for one that passes it."""
 
 
 class AttemptState(Enum):
@@ -56,6 +62,8 @@ class Attempt:
     unpaced: bool = False  # in chunks of full size then, also in the first attempt
     waits_for_grammar: bool = False  # which is being compiled: nothing of the prompt is computed before
     state: AttemptState = AttemptState.NEW
+    shortage: Shortage | None = None  # of its last try for pages
+    num_passed: int = 0  # pages of those that have passed it at the head of the queue
     # Of the prompt, from when they are taken: the first `num_hidden` are of no use, since no token sees them; then come
     # those that are `cached` here already, and are pinned; then those that are sent or computed, or the first of these.
     num_hidden: int = 0
@@ -94,23 +102,31 @@ class Ledger(Generic[A]):
         self._bound = bound
         # Invariant: all and only attempts that a router still wants or whose pages are not given back.
         self.attempts: dict[AttemptKey, A] = {}
+        self._in_state: dict[AttemptState, dict[AttemptKey, A]] = {state: {} for state in AttemptState}  # of these
         # Invariant: all and only those in WAITING, sorted by (turn, arrival).
         self.waiting: list[A] = []
         # Invariant: the sum over all attempts.
         self.num_to_come = 0
 
     def of_state(self, state: AttemptState) -> list[A]:
-        return [attempt for attempt in self.attempts.values() if attempt.state is state]
+        return list(self._in_state[state].values())
 
     def has(self, attempt: A) -> bool:
         return self.attempts.get(attempt.key) is attempt
 
     def set_state(self, attempt: A, state: AttemptState) -> None:
-        if self.has(attempt):
-            self.num_to_come -= attempt.num_to_come
+        if not self.has(attempt):
+            attempt.state = state
+            return
+        self.num_to_come -= attempt.num_to_come
+        del self._in_state[attempt.state][attempt.key]
         attempt.state = state
-        if self.has(attempt):
-            self.num_to_come += attempt.num_to_come
+        self._in_state[state][attempt.key] = attempt
+        self.num_to_come += attempt.num_to_come
+
+    def note(self, attempt: A) -> None:
+        """A router wants this attempt, which is new or known."""
+        self.attempts[attempt.key] = self._in_state[attempt.state][attempt.key] = attempt
 
     def push(self, attempt: A) -> None:
         """Queue a new attempt for pages.
@@ -122,15 +138,27 @@ class Ledger(Generic[A]):
             raise OverloadedError(
                 f"{len(self.waiting)} reservations wait here already", request_id=attempt.key.request_id
             )
+        self.note(attempt)
         self.set_state(attempt, AttemptState.WAITING)
-        self.attempts[attempt.key] = attempt
         insort(self.waiting, attempt, key=lambda a: (a.turn, a.arrival))
 
     def take(self) -> A | None:
-        """Give pages to the head of the queue, if that may be now: it is GRANTED then, or ENTERING."""
-        if not self.waiting or not self._give_pages(self.waiting[0]):
+        """Give pages to the head of the queue, or where it lacks them to one that may pass it: that one is GRANTED
+        then, or ENTERING."""
+        if not self.waiting or not self._may_come(head := self.waiting[0]):
             return None
-        return self.waiting.pop(0)
+        if self._give_pages(head):
+            return self.waiting.pop(0)
+        for place, passing in enumerate(self.waiting[1:_MOST_LOOKED_AT], 1):
+            num_pages = self._most_pages(passing)
+            may_pass = head.num_passed + num_pages <= self._most_pages(head)
+            if may_pass and self._may_come(passing) and self._give_pages(passing):
+                head.num_passed += num_pages
+                return self.waiting.pop(place)
+        return None
+
+    def _most_pages(self, attempt: A) -> int:
+        return self._scheduler.most_pages(attempt.num_tokens)
 
     # -- the ways out
 
@@ -139,7 +167,7 @@ class Ledger(Generic[A]):
         if not self.has(attempt):
             return
         self.num_to_come -= attempt.num_to_come
-        del self.attempts[attempt.key]
+        del self.attempts[attempt.key], self._in_state[attempt.state][attempt.key]
         if attempt.state is AttemptState.WAITING:
             self.waiting.remove(attempt)
 
@@ -188,26 +216,32 @@ class Ledger(Generic[A]):
 
     # -- deciding
 
+    def _may_come(self, attempt: A) -> bool:
+        """Whether it may, where its pages can be had."""
+        may_compute = not attempt.unpaced or self._has_turn(attempt)
+        return not self._scheduler.waiting and self._has_place(attempt) and may_compute
+
     def _give_pages(self, head: A) -> bool:
         pool = self._pool
-        if self._scheduler.waiting or not self._has_place(head) or (head.unpaced and not self._has_turn(head)):
+        if self._still_lacks(head):
             return False
         # At least the last page is always sent or computed: decode's first step writes to it, so it must not be shared.
         keys = head.page_keys[: (head.num_tokens - 1) // pool.page_size]
         num_hidden, cached = pool.acquire_seen(keys, self._scheduler.limits.window)
         num_leading = num_hidden + len(cached)
         needed = self._scheduler.num_to_take(head.num_tokens, num_leading)
-        is_local = head.num_tokens - num_leading * pool.page_size <= head.max_local_tokens
+        is_local = self._is_local(head, num_leading)
         if not is_local and self._scheduler.limits.window:  # its pages are wanted as far as its first step sees them
             pool.release(cached)
             num_hidden = self._scheduler.num_hidden(head.num_tokens)
             cached = pool.acquire(keys[num_hidden:])
             needed = pages_for(head.num_tokens, pool.page_size) - num_hidden - len(cached)
         pages = None
-        if self._leaves_growth(needed) and (is_local or self._may_reserve(needed)):
+        if self._leaves_growth(needed, pool.num_available) and (is_local or self._may_reserve(needed)):
             pages = pool.allocate(needed) if is_local else pool.reserve(needed)
         if pages is None:
-            pool.release(cached)
+            next_key = keys[num_leading] if num_leading < len(keys) else None
+            head.shortage = pool.give_up(cached, needed, next_key)
             return False
         head.num_hidden, head.cached, head.pages = num_hidden, tuple(cached), tuple(pages)
         self.set_state(head, AttemptState.ENTERING if is_local else AttemptState.GRANTED)
@@ -229,10 +263,30 @@ class Ledger(Generic[A]):
         )
         return sum(computed) + sum(entering) <= 2 * self._scheduler.limits.chunk_size
 
-    def _leaves_growth(self, needed: int) -> bool:
+    def _still_lacks(self, attempt: A) -> bool:
+        """Whether one that lacked pages would lack them again, as far as that can be told without a look through its
+        beginning. Where tokens see a window, pages anywhere in it may make a longer beginning."""
+        shortage = attempt.shortage
+        if shortage is None or self._scheduler.limits.window:
+            return False
+        since = self._pool.since(shortage)
+        if since is None:
+            return False
+        num_leading = pages_for(attempt.num_tokens, self._pool.page_size) - shortage.needed
+        has_room = self._leaves_growth(shortage.needed, since[0])
+        return not has_room or not (self._is_local(attempt, num_leading) or self._may_reserve(shortage.needed))
+
+    def _is_local(self, attempt: A, num_leading: int) -> bool:
+        """Whether it is computed here where so many pages of its beginning are there."""
+        return attempt.num_tokens - num_leading * self._pool.page_size <= attempt.max_local_tokens
+
+    def _leaves_growth(self, needed: int, num_available: int) -> bool:
         entering = sum(attempt.num_running for attempt in self.of_state(AttemptState.ENTERING))
-        return needed + len(self._scheduler.running) + entering <= self._pool.num_available
+        return needed + len(self._scheduler.running) + entering <= num_available
 
     def _may_reserve(self, needed: int) -> bool:
-        reserved = sum(len(attempt.pages) for attempt in self.of_state(AttemptState.GRANTED))
-        return not reserved or reserved + needed <= RESERVED_SHARE * self._pool.num_pages
+        share = RESERVED_SHARE * self._pool.num_pages
+        reserved = [len(attempt.pages) for attempt in self.of_state(AttemptState.GRANTED)]
+        if needed > share:
+            return all(num_pages <= share for num_pages in reserved)
+        return sum(num_pages for num_pages in reserved if num_pages <= share) + needed <= share

@@ -20,7 +20,7 @@ from decode_worker.tokens import TokenBook
 from kvtransfer.protocol.messages import AttemptKey, Commit, Grant, RefusalReason
 from tandem.core import fault_points
 from tandem.core.clock import Clock
-from tandem.core.errors import DrainingError, HandoffError, InternalError, InvalidRequestError, TandemError
+from tandem.core.errors import DrainingError, HandoffError, InternalError, TandemError
 from tandem.core.page_keys import PageKeys
 from tandem.core.pages import next_page_keys, pages_for, salted
 from tandem.core.token_ids import token_ids
@@ -138,15 +138,12 @@ class DecodeRole:
         with self._lock:  # a drain either sees this attempt, or it is refused here
             if self._is_draining():
                 raise self._draining(job.key)
-            self.ledger.attempts[job.key] = job
+            self.ledger.note(job)
 
     def _make_job(self, session: int, spec: AttemptSpec, max_local_tokens: int, *, unpaced: bool) -> DecodeJob:
         key, num_prompt = spec.key, len(spec.prompt_ids)
         validate(spec, self._limits)
         journal, finished = open_journals(spec, self._limits)
-        if strange := [c for c in (*journal, *finished) if c >= spec.num_choices]:
-            text = f"a journal for choices {strange} of {spec.num_choices}"
-            raise InvalidRequestError(text, request_id=key.request_id)
         going_on = [c for c in range(spec.num_choices) if c not in finished]
         if unpaced and not going_on:  # else it would be granted pages that nobody fills
             raise InternalError("every choice has ended already", request_id=key.request_id)

@@ -56,6 +56,25 @@ class CacheChange:
     went: tuple[bytes, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """What was found where pages were wanted for a text and could not be had. With it the next try need not look
+    through a long cached beginning again: until one more page of it is cached, no fewer are needed.
+
+    Attributes:
+        needed: pages beside the cached ones.
+        next_key: of the first page that is not cached.
+        num_available, num_used: pages of the pool, with the cached ones taken.
+        num_given_back: as of the pool.
+    """
+
+    needed: int
+    next_key: bytes | None
+    num_available: int
+    num_used: int
+    num_given_back: int
+
+
 def page_keys(token_ids: Sequence[int], page_size: int, salt: bytes) -> list[bytes]:
     """SHA-256 keys of the full pages of `token_ids`, each chained over all tokens before it.
 
@@ -155,6 +174,8 @@ class PagePool:
         self._num[PageState.FREE] = num_pages
         #: All pages from this one on have never been taken.
         self.first_untouched = 0
+        #: How often a page has become available.
+        self.num_given_back = 0
 
     # -- taking pages
 
@@ -323,8 +344,25 @@ class PagePool:
             if page in self._key_of:
                 self._set(page, PageState.CACHED)
                 self._lru[page] = None
+                self.num_given_back += 1
             else:
                 self._to_free(page)
+
+    def give_up(self, cached: Sequence[int], needed: int, next_key: bytes | None) -> Shortage:
+        """Release `cached` pages of a text, as the others that it needs cannot be had, and say what was found."""
+        num_available, num_used = self.num_available, self._num[PageState.USED]
+        self.release(cached)
+        return Shortage(needed, next_key, num_available, num_used, self.num_given_back)
+
+    def since(self, shortage: Shortage) -> tuple[int, int] | None:
+        """How many pages were available at most, and used at least, with the cached ones of that text taken now.
+
+        `None`: more of it may be cached than then.
+        """
+        if shortage.next_key in self._page_of:
+            return None
+        num_given_back = self.num_given_back - shortage.num_given_back
+        return shortage.num_available + num_given_back, shortage.num_used - num_given_back
 
     def quarantine(self, pages: Iterable[int]) -> None:
         """An unfinished write may still touch these pages: nobody gets them before `lift`."""
@@ -348,6 +386,7 @@ class PagePool:
     def _to_free(self, page: int) -> None:
         self._set(page, PageState.FREE)
         self._free[page] = None
+        self.num_given_back += 1
 
     # -- looking
 

@@ -336,13 +336,21 @@ class BatchScheduler:
 
     def _give_pages(self, batch: Batch, sequence: Sequence) -> bool:
         """Give a waiting sequence pages for all its tokens, cached ones first; or no page at all."""
-        num_hidden, cached = self.pool.acquire_seen(self.wanted_keys(sequence), self.limits.window)
+        if not sequence.promoted and self._still_lacks(sequence):
+            return False
+        keys = self.wanted_keys(sequence)
+        num_hidden, cached = self.pool.acquire_seen(keys, self.limits.window)
         num_cached = num_hidden + len(cached)
         needed = self.num_to_take(len(sequence.token_ids), num_cached)
-        has_room = self._reclaim(batch, needed) if sequence.promoted else self._has_room(sequence, needed)
+        if sequence.promoted:
+            has_room = self._reclaim(batch, needed)
+        else:
+            counts = self.pool.counts()
+            has_room = self._has_room(sequence, needed, counts.free + counts.cached, counts.used)
         fresh = self.pool.allocate(needed) if has_room else None
         if fresh is None:
-            self.pool.release(cached)
+            next_key = keys[num_cached] if num_cached < len(keys) else None
+            sequence.shortage = self.pool.give_up(cached, needed, next_key)
             return False
         sequence.pages = page_table([0] * num_hidden + cached + fresh)
         sequence.num_hidden = num_hidden
@@ -407,14 +415,23 @@ class BatchScheduler:
         if self.tiers is not None:
             self.tiers.discarded(keys)
 
-    def _has_room(self, sequence: Sequence, needed: int) -> bool:
-        """Whether a sequence that is not promoted may take `needed` new pages, beside the cached ones that it has."""
+    def _has_room(self, sequence: Sequence, needed: int, num_available: int, num_used: int) -> bool:
+        """Whether a sequence that is not promoted may take `needed` new pages, beside the cached ones that it has,
+        where so many are available and used with these."""
         limit = self.limits.unpromoted_share * self.pool.num_pages
-        if (self.running or self.parked) and self.pool.counts().used + needed > limit:
+        if (self.running or self.parked) and num_used + needed > limit:
             return False
         # A preempted sequence comes back only when all others can grow by a page; else it is preempted again at once.
         headroom = len(self.running) if sequence.num_preemptions else 0
-        return needed + headroom <= self.pool.num_available
+        return needed + headroom <= num_available
+
+    def _still_lacks(self, sequence: Sequence) -> bool:
+        """Whether one that is not promoted and lacked pages would lack them again, as far as that can be told without
+        a look through its beginning. Where tokens see a window, pages anywhere in it may make a longer beginning."""
+        if sequence.shortage is None or self.limits.window:
+            return False
+        since = self.pool.since(sequence.shortage)
+        return since is not None and not self._has_room(sequence, sequence.shortage.needed, *since)
 
     def _reclaim(self, batch: Batch, needed: int) -> bool:
         """Preempt sequences that are not promoted until `needed` pages are available; none if that is not enough."""

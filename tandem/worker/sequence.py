@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from tandem.core.page_keys import PageKeys
-from tandem.core.pages import PageTable, next_page_keys, page_table, salted
+from tandem.core.pages import PageTable, Shortage, next_page_keys, page_table, salted
 from tandem.core.sampling import SamplingParams
 from tandem.core.token_ids import TokenIds
 from tandem.worker.prompt_pooling import PromptPooling
@@ -49,6 +49,7 @@ class Sequence:
     num_published: int = 0  # leading pages offered to the prefix cache
     num_cached: int = 0  # tokens found in the prefix cache at the last admission
     num_preemptions: int = 0
+    shortage: Shortage | None = None  # of its last try for pages
     # A prompt that takes only what time steps have, since others generate beside it: `BatchScheduler`.
     paced: bool = False
     # A prompt whose chunks leave the others of a step the time in which their tokens are wanted.

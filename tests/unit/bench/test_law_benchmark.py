@@ -24,8 +24,8 @@ MISSED = {"h200": {"2,048/64, 16 clients"}}
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """A few points of the grid: bound by prompts, by tokens, and between."""
-    points = [(1024, 16, 16), (32, 64, 16), (2048, 64, 16)]
+    """Two points of the grid: bound by prompts, and between prompts and tokens."""
+    points = [(1024, 16, 16), (2048, 64, 16)]
     measured = measure(lambda _: None, grid=points, kinds=[Kind(512, 64)])
     return {"code": {"digest": "d1"}, **measured}
 
@@ -33,7 +33,7 @@ def found() -> dict[str, Any]:
 def test_the_law_is_as_good_as_constants_that_know_the_load(found: dict[str, Any]) -> None:
     for model in found["models"]:
         ratio = {one.case: one.law for one in ratios(model, "tokens_per_s", ("closed", "open", "changing"))}
-        assert len(ratio) == 5
+        assert len(ratio) == 4
         missed = {case: reached for case, reached in ratio.items() if reached < GOAL}
         assert missed.keys() <= MISSED.get(model["name"], set()), missed
         assert min(ratio.values()) >= 0.9, ratio
@@ -49,7 +49,7 @@ def test_computing_prompts_at_decode_is_what_helps_where_they_dominate(found: di
 
 def test_the_page_says_what_was_reached_and_what_was_missed(found: dict[str, Any]) -> None:
     page = "\n".join(section({**found, "format": "", "date": ""}))
-    assert "| two H200 | clients that ask again | output tokens/s | 3 |" in page
+    assert "| two H200 | clients that ask again | output tokens/s | 2 |" in page
     case = found["models"][0]["cases"][0]
     worse = {**case, "law": {**case["law"], "tokens_per_s": 0.5 * case["law"]["tokens_per_s"]}}
     models = [{**found["models"][0], "cases": [worse]}]

@@ -102,6 +102,7 @@ def test_small_chunks_make_prompts_late_and_large_ones_handoffs_and_colocated_st
 
 
 @pytest.mark.long
+@pytest.mark.faults
 def test_a_strict_split_ends_where_its_prefill_workers_do() -> None:
     found = few(split.STUDY, "24", num=400)
     colocated, strict, mixed = (found[each, "24"] for each in (split.COLOCATED, split.STRICT, split.MIXED))
@@ -133,6 +134,7 @@ def test_prompts_go_round_a_slow_link_that_routers_hear_of() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.faults
 def test_what_dies_is_felt_and_costs_no_request() -> None:
     found = few(worker_dies.STUDY, "20 s", num=700)
     variants = (worker_dies.NOBODY, worker_dies.PREFILL, worker_dies.DECODE)

@@ -48,7 +48,7 @@ FIELDS_THAT_DEPEND = {
 }  # fmt: skip
 
 bounded = settings(
-    max_examples=40,
+    max_examples=15,
     deadline=None,
     derandomize=True,
     database=None,

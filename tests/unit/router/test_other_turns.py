@@ -226,7 +226,7 @@ def test_without_a_word_of_each_other_they_do_not(case: str) -> None:
     assert world.jain() < 0.95, world.shares()
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     seed=st.integers(0, 1 << 30),
     num_routers=st.integers(2, 3),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -415,6 +416,35 @@ def test_a_promoted_one_takes_a_place_too() -> None:
     batch = step(scheduler)
     assert [s.request_id for s in batch.preempted] == ["first"]
     assert [s.request_id for s in scheduler.running] == ["second", "wanted"], "a promoted one is not preempted"
+
+
+def test_who_lacks_pages_does_not_look_through_its_cached_beginning_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = make_scheduler(300, cache=True)
+    pool, num_acquired = scheduler.pool, 0
+    acquire = pool.acquire
+
+    def counting(keys: Iterable[bytes]) -> list[int]:
+        nonlocal num_acquired
+        pages = acquire(keys)
+        num_acquired += len(pages)
+        return pages
+
+    monkeypatch.setattr(pool, "acquire", counting)
+    old = prompt("old", 200 * PAGE)
+    held = pool.allocate(200) or []
+    for page, key in zip(held, page_keys(old.token_ids, PAGE, b"m"), strict=True):
+        pool.publish(page, key)
+    pool.release(held)
+    others = pool.allocate(90) or []
+    scheduler.add(prompt("long", 250 * PAGE))
+    for _ in range(39):  # each step makes a page available, and 50 are wanted
+        assert not step(scheduler).items
+        assert num_acquired == 200
+        pool.release([others.pop()])
+    assert not step(scheduler).items
+    pool.release([others.pop()])
+    assert [item.sequence.request_id for item in step(scheduler).items] == ["long"]
+    assert num_acquired == 400
 
 
 def test_nobody_overtakes_a_promoted_one_that_waits_for_pages() -> None:

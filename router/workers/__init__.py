@@ -1,1 +1,1 @@
-"""The workers as the router knows them: a session with each, its load, and who pairs with whom; and the other routers."""
+"""The workers as the router knows them: a session with each, its load, and who pairs with whom; and other routers."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -17,7 +17,7 @@ from grpc import aio
 
 from tandem.core.errors import ConfigError
 from tandem.rpc.channel import make_channel
-from tandem.rpc.v1.control_pb2 import OtherRouter, RouterQuestion
+from tandem.rpc.v1.control_pb2 import OtherRouter, RouterAnswer, RouterQuestion
 from tandem.rpc.v1.control_pb2_grpc import RouterControlStub
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 _ANSWER_S = 1.0
 """A router that takes longer to answer another is stopped, or as good as that."""
 
+_GRACE_S = 2 * _ANSWER_S
+"""For questions under way to a router that is forgotten: whoever asked would be cancelled with them."""
 _SILENT = {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
 """Said for a router that is stuck, or has ended and is not known to have."""
 
@@ -73,7 +75,7 @@ class OtherRouters:
             self._reached[key] = _Reached(channel, RouterControlStub(channel), told[key].shares_port)
 
     def _forget(self, key: tuple[str, str]) -> None:
-        closing = asyncio.create_task(self._reached.pop(key).channel.close(None))
+        closing = asyncio.create_task(self._reached.pop(key).channel.close(_GRACE_S))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
@@ -94,20 +96,20 @@ class OtherRouters:
             but: names of those that are not asked.
         """
         question = RouterQuestion(kind=kind, text=text)
-        asked = {
-            name: self._ask_one(name, reached.stub, question)
+        calls = {  # all begun here: a router may be forgotten meanwhile
+            name: reached.stub.AskRouter(question, timeout=_ANSWER_S)
             for (name, _), reached in sorted(self._reached.items())
             if name not in but and (reached.shares_port or not of_port)
         }
-        told = await asyncio.gather(*asked.values())
-        return dict(zip(asked, told, strict=True))
+        told = await asyncio.gather(*(self._answer_of(name, kind, call) for name, call in calls.items()))
+        return dict(zip(calls, told, strict=True))
 
-    async def _ask_one(self, name: str, stub: RouterControlAsyncStub, question: RouterQuestion) -> bytes | None:
+    async def _answer_of(self, name: str, kind: str, call: Awaitable[RouterAnswer]) -> bytes | None:
         try:
-            answer = await stub.AskRouter(question, timeout=_ANSWER_S)
+            answer = await call
         except aio.AioRpcError as error:
             if error.code() not in _SILENT:
-                _log.warning("%s did not answer %r: %s, %s", name, question.kind, error.code().name, error.details())
+                _log.warning("%s did not answer %r: %s, %s", name, kind, error.code().name, error.details())
             return None
         return answer.text if answer.HasField("text") else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from unittest.mock import Mock
@@ -118,6 +119,23 @@ async def test_what_a_router_gives_is_heard_by_the_others_and_one_that_does_not_
     (served,) = last.served.values()
     assert served.given >= 8
     assert num_asked == 1
+
+
+async def test_a_router_that_is_forgotten_while_it_is_asked_ends_nobody_s_task() -> None:
+    """The router would close: it cannot tell turns any more."""
+    others = OtherRouters()
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections and says nothing
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        others.apply([OtherRouter(name="router-1", control_address=address)])
+        asking = asyncio.create_task(others.ask("turns", b""))
+        others.apply([])
+        assert await asking == {}, "it was forgotten before"
+        others.apply([OtherRouter(name="router-1", control_address=address)])
+        asking = asyncio.create_task(others.ask("turns", b""))
+        await asyncio.sleep(0)
+        others.apply([])
+        assert await asking == {"router-1": None}
+    await others.close()
 
 
 @pytest.mark.parametrize("word", [b"", b"{}", b"[1]", b'["a",1,2,3,[1],{}]', b'["a","l",1,0.0,null,{"x":3}]'])

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from tandem.cluster.supervisor import events as ev
 from tandem.cluster.supervisor.slots import Phase, Slot
+from tandem.core.machine import HostBoot
 
 MAX_ENDED = 256
 """Proven ends that routers are told of, the newest: a request waits for one no longer than for lease and grace."""
@@ -38,16 +39,17 @@ def remind(slot: Slot) -> list[ev.Instruction]:
 
 
 class RouterSeat(NamedTuple):
-    """A router that listens."""
+    """A router that listens. `host`: equal for two on one host, which may have several of Ray's nodes."""
 
     name: str
     address: str
-    node_id: str
+    host: HostBoot | str
 
 
 def seat_of(router: Slot) -> RouterSeat:
     """Of one that listens."""
-    return RouterSeat(router.name, router.address, router.placement.node_id if router.placement else "")
+    placement = router.placement
+    return RouterSeat(router.name, router.address, (placement.boot or placement.node_id) if placement else "")
 
 
 def membership_for(
@@ -80,7 +82,7 @@ def membership_for(
             colocated,
             pools,
             tuple(
-                ev.OtherRouter(seat.name, seat.address, seat.node_id == seat_of(router).node_id)
+                ev.OtherRouter(seat.name, seat.address, seat.host == seat_of(router).host)
                 for seat in seats
                 if seat.name != router.name
             ),

@@ -43,6 +43,7 @@ from tandem.cluster.supervisor.news import MAX_ENDED
 from tandem.cluster.supervisor.pools import PoolState
 from tandem.cluster.supervisor.slots import MAX_UNTOLD, Phase, Policy, Slot
 from tandem.core.identity import Role
+from tandem.core.machine import HostBoot
 
 HERE = Placement("node-a", 100)
 KILLED = Ending("worker_lost", "its process was killed or crashed")
@@ -1071,8 +1072,9 @@ def test_each_router_that_listens_is_told_of_the_others_and_which_are_on_its_hos
     story = Story(routers=2)
     out = story.feed(WantedChanged(Role.ROUTER, 3))
     (start,) = of(StartProcess, out)
-    story.feed(Placed(start.name, start.incarnation, Placement("other", 77, "other-id")))
-    out = story.feed(Started(start.name, start.incarnation, "other:1", Placement("other", 77, "other-id"), "http://o"))
+    there = Placement("other", 77, "other-id", HostBoot("10.0.0.2", "", "a boot"))
+    story.feed(Placed(start.name, start.incarnation, there))
+    out = story.feed(Started(start.name, start.incarnation, "other:1", there, "http://o"))
     told = {step.name: step.others for step in of(PublishMembership, out)}
     first, second = (story.router(name).address for name in ("router-0", "router-1"))
     assert told == {
@@ -1082,6 +1084,19 @@ def test_each_router_that_listens_is_told_of_the_others_and_which_are_on_its_hos
     }
     out = story.exit_router("router-2")
     assert [len(step.others) for step in of(PublishMembership, out)] == [1, 1]
+
+
+def test_routers_of_two_nodes_of_one_host_share_its_port() -> None:
+    boot = HostBoot("10.0.0.1", "machine", "a boot")
+    cluster = PoolState(policy=Policy(), new_incarnation=lambda: "new")
+    for number in (0, 1):
+        cluster.handle(Adopted(f"router-{number}", f"old{number}"), 0.0)
+    cluster.handle(ClusterOpened(wanting(0, 0, routers=2)), 0.0)
+    for number in (0, 1):
+        placement = Placement("node", 100 + number, f"node-{number}", boot)
+        out = cluster.handle(Started(f"router-{number}", f"old{number}", f"a:{number}", placement, "http://a"), 1.0)
+    told = [other for step in of(PublishMembership, out) for other in step.others]
+    assert [(other.name, other.shares_port) for other in told] == [("router-1", True), ("router-0", True)]
 
 
 def test_a_writer_that_either_router_has_heard_of_is_told_to_both_as_failed() -> None:

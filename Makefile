@@ -23,7 +23,7 @@ STAMP := $(VENV)/.stamp-$(subst /,_,$(subst :,_,$(subst %,_,$(subst $(empty) $(e
 # For tests that start no process: two at a time, split so that neighbours share what they have set up.
 IN_PAIRS := $(BIN)/python -m pytest -n 2 --dist worksteal --durations=15
 # For those that start processes, and wait for them most of the time: two files at a time, the folders in their order.
-BY_FILE := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=15
+BY_FILE := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=40
 
 .PHONY: help setup serve bench bench-grid quick test test-faults test-hosts test-image soak check stubs docs wheel lock clean distclean
 
@@ -62,10 +62,10 @@ test: $(STAMP)  ## run all tests (those for GPUs skip themselves where there is 
 		$(BIN)/python -m pytest --durations=15 -m "alone and not faults and not soak and not hosts" $(TESTS) $(ARGS) && codes+=0 || codes+=$$?; \
 		case $$codes in 5555 | *[!05]*) exit 1 ;; esac  # 5: there was none to run
 
-test-faults: $(STAMP)  ## run the whole kill matrix and all of tests/cluster; print the matrix (40 minutes on two cores)
+test-faults: $(STAMP)  ## run the whole kill matrix, and all long tests of clusters, transports and benchmarks; print the matrix (an hour on two cores)
 	@rm -f $(FIGURES)/kill_matrix.json
 	@status=0; KILL_MATRIX=$(FIGURES)/kill_matrix.json \
-		$(BIN)/python -m pytest -m "" tests/scenarios/faults tests/cluster tests/unit/bench tests/unit/router/test_tool_readers.py $(ARGS) || status=$$?; \
+		$(BIN)/python -m pytest -m "" tests/scenarios/faults tests/cluster tests/contract tests/unit/bench tests/unit/router/test_tool_readers.py $(ARGS) || status=$$?; \
 		$(IN_PAIRS) -m "not interpreted" tests/gpu $(ARGS) || status=$$?; \
 		TRITON_INTERPRET=1 $(IN_PAIRS) -m interpreted tests/gpu $(ARGS) || status=$$?; \
 		$(BIN)/python -m tests.scenarios.faults.report $(FIGURES)/kill_matrix.json && exit $$status

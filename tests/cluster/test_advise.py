@@ -62,6 +62,7 @@ def started() -> Iterator[list[Advise]]:
         advise.process.wait()
 
 
+@pytest.mark.faults
 def test_a_trace_on_a_colocated_cluster_and_on_a_split(started: list[Advise], tmp_path: Path) -> None:
     started.append(Advise(tmp_path, "--repetitions", "1", "--slo-ttft", "60s", "--slo-tpot", "10s"))
     code, said = started[0].end()

@@ -54,6 +54,7 @@ def computed(cluster: dict[str, Any], worker_id: str) -> int:
     return loads[0]["prompt_tokens_computed"] if loads and loads[0] else 0
 
 
+@pytest.mark.faults
 def test_a_worker_comes_with_the_load_and_leaves_after_it(tmp_path: Path) -> None:
     pool = {"threads": 1}
     serve = Serve(

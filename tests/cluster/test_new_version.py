@@ -23,7 +23,7 @@ from tests.support import kernels
 PROMPTS = ["Once upon a time", "The dog ran to", "One day, a little girl"]
 NOW, LATER = "0.1.0", "0.2.0"
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.faults]
 
 
 def build_wheel(folder: Path, *, number: str, newest: int) -> Path:

@@ -198,6 +198,7 @@ sys.exit(cli.main(["scale", *sys.argv[1:]]))
 """
 
 
+@pytest.mark.faults
 def test_a_worker_waits_for_a_node_and_starts_when_one_comes(serve: Serve, nodes: dict[str, Any]) -> None:
     address = nodes["cluster"].address
     line = [sys.executable, "-c", SCALE_SOON_ADVISED, "--decode", "2", "--address", address]
@@ -237,6 +238,7 @@ def test_a_watcher_that_dies_is_replaced_and_proves_what_ends_later(serve: Serve
     assert after.pid != watcher.pid
 
 
+@pytest.mark.faults
 def test_a_node_that_is_lost_takes_its_worker_and_the_cluster_goes_on(serve: Serve, nodes: dict[str, Any]) -> None:
     before = serve.members()
     os.kill(raylet_of(nodes["decode"]), 9)

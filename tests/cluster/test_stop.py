@@ -72,6 +72,7 @@ def test_a_cluster_that_starts_is_seen_met_and_stopped(serves: list[Serve], tmp_
     assert "Ready" not in serve.output
 
 
+@pytest.mark.faults
 def test_a_cluster_that_stops_says_what_it_waits_for(serves: list[Serve], tmp_path: Path) -> None:
     serve = Serve(tmp_path)
     serves.append(serve)

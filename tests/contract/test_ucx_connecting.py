@@ -31,6 +31,7 @@ def hosts() -> Iterator[deque[PeerProcess]]:
         host.end()
 
 
+@pytest.mark.faults
 def test_a_writer_survives_peers_that_are_killed_while_it_connects(hosts: deque[PeerProcess]) -> None:
     """What the kills hit: the TCP connection, the handshakes of both sides, the first write, its notification."""
     writing = PeerProcess()

@@ -186,6 +186,7 @@ def comparison(tmp_path: Path, port: int, *, loads: tuple[Load, ...], goodput: G
     )
 
 
+@pytest.mark.faults
 @pytest.mark.processes
 async def test_a_comparison_and_its_resumption(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_BETWEEN_READINGS_S", 0.01)

@@ -29,6 +29,7 @@ class InFlight:
         give_up_s: until when it waits for a worker; `None`: it does not.
         kept_at: prefill workers that may keep pages of its prompt.
         page_keys: of the full pages of its prompt; none without prefix caches.
+    is_waiting: admission counts it as one that waits for the computation of its prompt.
     """
 
     outcome: Outcome
@@ -40,6 +41,7 @@ class InFlight:
     give_up_s: float | None = None
     kept_at: set[WorkerKey] = field(default_factory=set)
     page_keys: PageKeys = field(default_factory=PageKeys)
+    is_waiting: bool = False
 
     @property
     def attempt(self) -> int:

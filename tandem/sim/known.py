@@ -33,7 +33,7 @@ class Known:
 
     def __init__(self, shape: WorldShape, kernel: Kernel) -> None:
         self._shape, self._kernel = shape, kernel
-        self.turns = Turns(self.room, 1.0, kernel.clock)  # all have one priority, so what it is worth is nothing
+        self.turns = Turns(self.room, shape.ageing_s, kernel.clock)
         self._pools = {role: Pool(role) for role in WORKER_ROLES}
         self._prefixes = Prefixes(shape.kv_format.layout.page_size) if shape.prefix_cache else None
         self._prompt_speed = Learnt()  # tokens a second of computation
@@ -99,6 +99,11 @@ class Known:
         if machine.key in self._takes_requests:
             self._pools[machine.role].put(machine.load())
 
+    @property
+    def num_places(self) -> int:
+        """Sequences that the batches of all decode workers hold."""
+        return self._pools[Role.DECODE].num_places
+
     def room(self) -> Room:
         """What the workers can take."""
         decode = self._pools[Role.DECODE]
@@ -107,7 +112,7 @@ class Known:
             decode,
             is_mixed=self._shape.mixed_pool_tokens > 0 or self._shape.is_colocated,
             tokens_per_s=self._prompt_speed.at(self._kernel.now_s),
-            num_places=decode.num_places,
+            num_places=self.num_places,
         )
 
     def snapshot(self) -> Snapshot:

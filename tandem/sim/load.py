@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from tandem.bench.load.trace_entry import MOONCAKE_BLOCK, TraceEntry
 from tandem.core.errors import ConfigError
@@ -24,6 +24,7 @@ class Arrival:
     num_output: int
     block_ids: tuple[int, ...] = ()  # of its prompt, as of `TraceEntry`; none: it begins like no other
     block_size: int = MOONCAKE_BLOCK
+    tenant: str = ""  # its name; empty: all are of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,13 @@ def drawn(num: int, rate: float, inputs: Lengths, outputs: Lengths, seed: int) -
         now_s += rng.expovariate(rate)
         found.append(Arrival(number, now_s, inputs.draw(rng), outputs.draw(rng)))
     return found
+
+
+def of_tenants(arrivals: Sequence[Arrival], shares: Mapping[str, float], seed: int) -> list[Arrival]:
+    """Each request is of one tenant, by chance; `shares`: how likely each is beside the others."""
+    rng = random.Random(seed)
+    names = rng.choices(list(shares), list(shares.values()), k=len(arrivals))
+    return [replace(arrival, tenant=name) for arrival, name in zip(arrivals, names, strict=True)]
 
 
 def recorded(

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from router.observe.trace import PART_NAMES
 from tandem.bench.report.summary import Distribution, distribution
-from tandem.core.errors import ConfigError
+from tandem.core.errors import ConfigError, OverloadedError
 from tandem.core.identity import WORKER_ROLES, Role
 from tandem.sim.outcome import Outcome
 from tandem.sim.world import World
@@ -21,6 +21,7 @@ FORMAT = "tandem-simulation-1"
 def content(world: World, outcomes: Sequence[Outcome], took_s: float) -> dict[str, Any]:
     """`took_s`: of this machine. Latencies are of requests that have not failed."""
     asked, outcomes = outcomes, [outcome for outcome in outcomes if not outcome.error]
+    num_refused = sum(one.error == OverloadedError.code for one in asked)
     if not outcomes:
         raise ConfigError("all requests failed; let fewer workers die, or later", key="faults")
     end_s = max(outcome.last_token_s for outcome in outcomes)
@@ -37,7 +38,8 @@ def content(world: World, outcomes: Sequence[Outcome], took_s: float) -> dict[st
         "took_s": took_s,
         "num_events": world.kernel.num_run,
         "num_requests": len(asked),
-        "num_failed": len(asked) - len(outcomes),
+        "num_failed": len(asked) - len(outcomes) - num_refused,
+        "num_refused": num_refused,
         "num_recovered": sum(one.num_recoveries > 0 for one in outcomes),
         "num_recoveries": sum(one.num_recoveries for one in asked),
         "num_input_tokens": sum(one.arrival.num_input for one in outcomes),
@@ -49,6 +51,7 @@ def content(world: World, outcomes: Sequence[Outcome], took_s: float) -> dict[st
             "tpot_s": world.shape.tpot_s,
             "kept_share": world.figures.num_kept / len(asked),
         },
+        "tenants": [_tenant(world, name, asked) for name in world.shape.tenants],
         "worker_hours": {role.value: worker_hours(world, role, end_s) for role in WORKER_ROLES},
         "pools": {role.value: _pool(world, role, end_s) for role in WORKER_ROLES},
         "role_changes": [
@@ -82,6 +85,7 @@ def content(world: World, outcomes: Sequence[Outcome], took_s: float) -> dict[st
         "requests": [
             {
                 "number": one.arrival.number,
+                "tenant": one.arrival.tenant,
                 "arrived_s": one.arrival.arrived_s,
                 "num_input": one.arrival.num_input,
                 "num_output": one.arrival.num_output,
@@ -96,6 +100,23 @@ def content(world: World, outcomes: Sequence[Outcome], took_s: float) -> dict[st
             }
             for one in outcomes
         ],
+    }
+
+
+def _tenant(world: World, name: str, asked: Sequence[Outcome]) -> dict[str, Any]:
+    """What one tenant got of what it asked for. `num_tokens`: of prompts and outputs."""
+    own, shape, who = [one for one in asked if one.arrival.tenant == name], world.shape, world.shape.tenants[name]
+    served = [one for one in own if not one.error]
+    ttft = distribution([one.ttft_s for one in served])
+    return {
+        "name": name,
+        "weight": who.tenant.weight,
+        "priority": who.priority,
+        "num_requests": len(own),
+        "num_refused": sum(one.error == OverloadedError.code for one in own),
+        "num_tokens": sum(one.arrival.num_input + one.num_tokens for one in served),
+        "kept_share": sum(one.keeps(shape.ttft_s, shape.tpot_s) for one in served) / max(1, len(own)),
+        "ttft_s": dataclasses.asdict(ttft) if ttft else None,
     }
 
 
@@ -149,6 +170,8 @@ def tables(found: dict[str, Any]) -> list[Table]:
     if found["num_recoveries"] or found["num_failed"]:
         recovered = f"{found['num_recovered']:,} requests whose workers died; {found['num_failed']:,} failed"
         counts.add_row("recovered", recovered)
+    if found["num_refused"]:
+        counts.add_row("refused", f"{found['num_refused']:,} requests, as in an overload")
     counts.add_row("tokens", f"{found['num_input_tokens']:,} in, {found['num_output_tokens']:,} out")
     if found["num_cached_tokens"] is not None:
         share = found["num_cached_tokens"] / found["num_input_tokens"]
@@ -172,7 +195,13 @@ def tables(found: dict[str, Any]) -> list[Table]:
         sizes = f"{min(wanted)} to {max(wanted)}" if pool["changes"] else str(wanted[0])
         changes = str(len(pool["changes"]))
         pools.add_row(role.value, sizes, f"{hours:,.1f}", f"{busy:.0%}", changes, f"{steps:,}", f"{preemptions:,}")
-    for table in (latencies, pools):
+    tenants = Table("tenant", "weight", "requests", "refused", "tokens", "kept", "TTFT p50, ms", "p99", box=None)
+    for each in found["tenants"]:
+        ttft = each["ttft_s"]
+        in_ms = (f"{ttft[name] * 1e3:,.1f}" if ttft else "" for name in ("p50", "p99"))
+        counted = (f"{each[name]:,}" for name in ("num_requests", "num_refused", "num_tokens"))
+        tenants.add_row(each["name"], f"{each['weight']:g}", *counted, f"{each['kept_share']:.1%}", *in_ms)
+    for table in (latencies, pools, tenants):
         for column in table.columns[1:]:
             column.justify = "right"
-    return [latencies, counts, pools]
+    return [latencies, counts, pools, *([tenants] if found["tenants"] else [])]

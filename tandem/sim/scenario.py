@@ -11,6 +11,7 @@ from kvtransfer.layout import KvFormat, LayoutId
 from router.policy.recovery import RecoveryLimits
 from router.policy.retry_budget import retry_burst
 from router.request.targets import ON_CPU, ON_GPU
+from router.request.tenant import Tenant
 from tandem.bench.load.traces import load_trace
 from tandem.cluster.supervisor.autoscale import Range, Settings
 from tandem.core.config import MOST_SEQS, Config
@@ -19,8 +20,8 @@ from tandem.core.errors import ConfigError
 from tandem.core.identity import Role
 from tandem.core.time_model import PoolSpec, TimeModel, beside
 from tandem.sim.faults import Death, FaultShape, SlowLink, parse_fault
-from tandem.sim.load import Arrival, Lengths, drawn, recorded
-from tandem.sim.shape import PoolShape, WorldShape
+from tandem.sim.load import Arrival, Lengths, drawn, of_tenants, recorded
+from tandem.sim.shape import PoolShape, TenantShape, WorldShape
 from tandem.worker.limits import Site, scheduler_limits
 
 _GIGA = 1e9
@@ -86,6 +87,16 @@ class LoadSpec:
 
 
 @dataclass(frozen=True)
+class TenantSpec:
+    """Whose requests some are."""
+
+    name: str = key("", "What the tenant is called.")
+    share: float = key(1.0, "Of the requests, beside the shares of the other tenants.", minimum=0)
+    weight: float = key(1.0, "What it is to get beside others, as in the file of keys.", minimum=0.001, maximum=1000)
+    priority: int = key(0, "Of its requests; lower goes first.", minimum=-1000, maximum=1000)
+
+
+@dataclass(frozen=True)
 class Scenario(TimeModel):
     """All that a simulation needs."""
 
@@ -98,8 +109,18 @@ class Scenario(TimeModel):
         "Workers that die, and when: decode-0@30 does 30 s after the beginning; ways that become slow: that of "
         "prefill-0@30=0.1 keeps a tenth of its bandwidth.",
     )
+    tenants: tuple[TenantSpec, ...] = key((), "Whose requests they are, by chance; empty: all are of one tenant.")
+    refuses: bool = key(False, "The router refuses requests of an overload, as it does; false: whoever comes waits.")
     tandem: Config = field(default_factory=Config)
     seed: int = key(0, "Of what is drawn.", minimum=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = [tenant.name for tenant in self.tenants]
+        if "" in names or len(set(names)) < len(names):
+            raise ConfigError(f"tenants have the names {', '.join(map(repr, names))}; give each its own", key="tenants")
+        if self.tenants and not any(tenant.share for tenant in self.tenants):
+            raise ConfigError("no tenant has a share of the requests; give one some", key="tenants")
 
     def shape(self, load: Sequence[Arrival] = ()) -> WorldShape:
         """The cluster. Of `tandem`, which has the keys of a `tandem.yaml`, counts what docs/simulator.md names. `load`:
@@ -125,6 +146,9 @@ class Scenario(TimeModel):
             speeds=self.cores.speeds,
             faults=self._faults,
             prefix_cache=config.cache.prefix_cache and any(arrival.block_ids for arrival in load),
+            tenants={tenant.name: _tenant(tenant) for tenant in self.tenants},
+            ageing_s=config.scheduling.priority_ageing_s,
+            max_waiting=config.scheduling.max_queued_requests if self.refuses else None,
         )
 
     @property
@@ -186,6 +210,10 @@ class Scenario(TimeModel):
         return found
 
 
+def _tenant(spec: TenantSpec) -> TenantShape:
+    return TenantShape(Tenant(spec.name, spec.name, spec.name, is_named=True, weight=spec.weight), spec.priority)
+
+
 def read_scenario(path: Path) -> Scenario:
     """Raises `ConfigError`, which names file and key."""
     try:
@@ -200,6 +228,9 @@ def arrivals(scenario: Scenario, directory: Path) -> list[Arrival]:
     if load.trace:
         traces = [("load.trace", load.trace), *(("load.then", name) for name in load.then)]
         found = [load_trace(directory / name, limit=load.limit or None, key=key) for key, name in traces]
-        return recorded(found, load.speed, load.copies, scenario.seed)
-    inputs, outputs = Lengths(load.input_median, load.input_spread), Lengths(load.output_median, load.output_spread)
-    return drawn(load.requests, load.rate, inputs, outputs, scenario.seed)
+        came = recorded(found, load.speed, load.copies, scenario.seed)
+    else:
+        inputs, outputs = Lengths(load.input_median, load.input_spread), Lengths(load.output_median, load.output_spread)
+        came = drawn(load.requests, load.rate, inputs, outputs, scenario.seed)
+    shares = {tenant.name: tenant.share for tenant in scenario.tenants}
+    return of_tenants(came, shares, scenario.seed) if shares else came

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvtransfer.layout import KvFormat
+from router.request.tenant import ANYBODY, Tenant
 from tandem.cluster.supervisor.autoscale import Range, Settings
 from tandem.core.identity import Role
 from tandem.core.step_times import StepTimes
@@ -29,6 +31,14 @@ class PoolShape:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantShape:
+    """Whose requests they are. `priority`: of all of them; lower goes first."""
+
+    tenant: Tenant = ANYBODY
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class WorldShape:
     """Attributes:
     bytes_per_s, latency_s: of the way out of a prefill worker.
@@ -43,6 +53,9 @@ class WorldShape:
     speeds: of steps while so many workers compute, where all share one host's cores; none: each has its own.
     faults: who dies when, and which ways become slow.
     prefix_cache: workers keep pages of prompts, and requests go where theirs are.
+    tenants: by the names that requests have.
+    ageing_s: what a level of priority is worth.
+    max_waiting: requests that may wait, beyond which the router refuses some; `None`: whoever comes waits.
     """
 
     prefill: PoolShape
@@ -63,6 +76,9 @@ class WorldShape:
     speeds: tuple[float, ...] = ()
     faults: FaultShape = field(default_factory=FaultShape)
     prefix_cache: bool = False
+    tenants: Mapping[str, TenantShape] = field(default_factory=dict)
+    ageing_s: float = 1.0
+    max_waiting: int | None = None
 
     @property
     def is_colocated(self) -> bool:

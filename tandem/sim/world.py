@@ -15,6 +15,7 @@ from itertools import pairwise
 from decode_worker.ledger import AttemptState
 from kvtransfer.protocol.messages import AttemptKey
 from prefill_worker.retained_prompts import RetainedPrompts
+from router.policy.admission import Admission
 from router.policy.choose import choose, choose_prefill
 from router.policy.first_token import slack_of
 from router.policy.losses import Fate
@@ -26,7 +27,7 @@ from router.request.request import Request
 from router.request.targets import Targets
 from tandem.cluster.supervisor.autoscale import Decision
 from tandem.cluster.supervisor.role_law import RoleChange
-from tandem.core.errors import ConfigError, InternalError, NoWorkerError, TandemError, WorkerLostError
+from tandem.core.errors import ConfigError, InternalError, NoWorkerError, OverloadedError, TandemError, WorkerLostError
 from tandem.core.identity import Role, WorkerKey
 from tandem.core.page_keys import PageKeys
 from tandem.core.pages import page_table, pages_for
@@ -43,10 +44,11 @@ from tandem.sim.load import Arrival
 from tandem.sim.machine import SALT, TOKEN, Machine, SchedulerMaker, token_of
 from tandem.sim.outcome import Outcome
 from tandem.sim.scaling import Scaler, ShippedLaw
-from tandem.sim.shape import WorldShape
+from tandem.sim.shape import TenantShape, WorldShape
 from tandem.sim.timeline import Timeline
 from tandem.worker.batch import Batch
 from tandem.worker.sequence import Sequence as Choice
+from tandem.worker.turn import turn_of
 
 LOOK_S = 2.0
 """Between two looks of the supervisor at the load; a heartbeat."""
@@ -94,6 +96,7 @@ class World:
     _link_free_s: dict[WorkerKey, float] = field(default_factory=dict, init=False)
     _known: Known = field(init=False)  # to the router
     _budget: RetryBudget = field(init=False)
+    _admission: Admission | None = field(default=None, init=False)  # `None`: whoever comes waits
     _retained: dict[WorkerKey, RetainedPrompts] = field(default_factory=dict, init=False)  # where somebody may die
     _placeless: list[InFlight] = field(default_factory=list, init=False)  # for which there is no worker
     _cores: SharedCores | None = field(default=None, init=False)
@@ -104,6 +107,8 @@ class World:
         self._known = Known(shape, self.kernel)
         self.fleet = Fleet(self.kernel, self._make, self._ready, self._known.leave, shape.flexible, shape.change_s)
         self.figures = Figures(shape.ttft_s, shape.tpot_s)
+        if shape.max_waiting is not None:
+            self._admission = Admission(shape.max_waiting, self.kernel.clock, lambda: self._known.num_places)
         faults = shape.faults
         self._budget = RetryBudget(faults.retry_share, faults.retry_burst, self.kernel.clock)
         if self.scaler is None and shape.ranges:
@@ -194,17 +199,35 @@ class World:
 
     def _arrive(self, outcome: Outcome) -> None:
         """It waits in the router until its turn has come."""
-        arrival = outcome.arrival
+        arrival, who = outcome.arrival, self._who(outcome)
+        if self._admission is not None:
+            try:
+                self._admission.enter(owner=who.tenant.owner, weight=who.tenant.weight)
+            except OverloadedError as error:
+                self._failed(outcome, error)
+                return
         self.figures.came(arrival, self._known.turns.computed_share)
-        targets = Targets(self.shape.ttft_s, self.shape.tpot_s)
-        prompt = (TOKEN,) * arrival.num_input
-        request = Request(str(arrival.number), prompt, SamplingParams(), arrival.arrived_s, targets=targets)
+        request = Request(
+            str(arrival.number), (TOKEN,) * arrival.num_input, SamplingParams(), arrival.arrived_s,
+            targets=Targets(self.shape.ttft_s, self.shape.tpot_s), tenant=who.tenant, priority=who.priority,
+        )  # fmt: skip
         inbox = _Inbox(self.kernel, self._place)
         inbox.request = InFlight(outcome, self._known.turns.join(request, inbox))
+        inbox.request.is_waiting = self._admission is not None
         inbox.request.page_keys = self._known.page_keys(arrival)
         self._budget.earn()
         if self.shape.faults.deaths:
             inbox.request.journal = Journal(1)
+
+    def _who(self, outcome: Outcome) -> TenantShape:
+        name = outcome.arrival.tenant
+        return self.shape.tenants[name] if name else TenantShape()
+
+    def _leaves_queue(self, request: InFlight) -> None:
+        """Its prompt is computed, or it ends before that."""
+        if self._admission is not None and request.is_waiting:
+            request.is_waiting = False
+            self._admission.leave(self._who(request.outcome).tenant.owner)
 
     def _place(self, request: InFlight) -> None:
         outcome, snapshot, facts = request.outcome, self._known.snapshot(), self._known.facts(request)
@@ -218,10 +241,11 @@ class World:
         if request.attempt == 1:
             num_left = arrival.num_input - facts.prefix.most_tokens
             request.slack_s = slack_of(num_left, snapshot.prefill_tokens_per_s)
+        turn = turn_of(self._who(outcome).priority, arrival.arrived_s, self.shape.ageing_s)
         job = Job(
             key=AttemptKey(str(arrival.number), request.attempt),
-            turn=arrival.arrived_s + request.slack_s,
-            own_turn=arrival.arrived_s,
+            turn=turn + request.slack_s,
+            own_turn=turn,
             arrival=arrival.number,
             num_tokens=arrival.num_input,
             num_running=1,
@@ -426,6 +450,7 @@ class World:
     def _begun(self, machine: Machine, job: Job, num_cached: int) -> None:
         """The router hears that the prompt is computed from now on, but for so many tokens."""
         self._known.taken_up(machine, job, steps=True)
+        self._leaves_queue(job.request)
         job.request.turn.begun(num_cached)
         if job.outcome.num_cached is None:
             job.outcome.num_cached = num_cached
@@ -470,6 +495,8 @@ class World:
         if job.request.takes(job.key.attempt, index, 1, job.arrival):
             job.outcome.token(self.kernel.now_s)
             self.figures.gave(job.outcome)
+            if self._admission is not None and job.outcome.num_tokens == 1:
+                self._admission.first_token(job.outcome.ttft_s)
 
     def _stepped_quietly(self, machine: Machine, running: Sequence[Choice], ends_s: Sequence[float]) -> None:
         longest_s = max((b - a for a, b in pairwise(ends_s)), default=0.0)
@@ -530,6 +557,9 @@ class World:
     def _forget(self, request: InFlight) -> None:
         """It has ended: behind all else prefill workers hear that they need not keep anything for it."""
         request.turn.end()
+        self._leaves_queue(request)
+        if self._admission is not None:
+            self._admission.end(self.kernel.now_s - request.outcome.arrival.arrived_s)
         for key in request.kept_at:
             drop = partial(self._retained[key].drop, str(request.outcome.arrival.number))
             self.kernel.after(self.shape.message_s, partial(self.machines[key].between_steps, drop))
@@ -596,7 +626,10 @@ class World:
         self._give_up_pages(job)
 
     def _fail(self, request: InFlight, error: TandemError) -> None:
-        request.outcome.error = error.code
         self._forget(request)
+        self._failed(request.outcome, error)
+
+    def _failed(self, outcome: Outcome, error: TandemError) -> None:
+        outcome.error = error.code
         self.figures.failed()
-        self.on_end(request.outcome)
+        self.on_end(outcome)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -152,6 +153,46 @@ def test_without_prefill_workers_a_scenario_is_colocated(tmp_path: Path, capsys:
     pools = [line.split()[:2] for line in shown.splitlines() if line.split()[0] in ("prefill", "decode")]
     assert pools[-1] == ["decode", "2"], "of a pool without workers there is nothing to tell"
     assert pools[-2] == ["decode", pools[-2][1]], "the part of a request's time"
+
+
+def test_tenants_and_refusals_reach_the_world(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (
+        "load: {requests: 400, rate: 100, input_median: 2000}\nrefuses: true\n"
+        "tenants: [{name: many, share: 9}, {name: few, weight: 2, priority: -1}]\n"
+        "tandem: {scheduling: {max_queued_requests: 40, priority_ageing_s: 3}}"
+    )
+    file = scenario_file(tmp_path, text)
+    shape = read_scenario(file).shape()
+    assert (shape.max_waiting, shape.ageing_s) == (40, 3.0)
+    assert {name: (who.tenant.weight, who.priority) for name, who in shape.tenants.items()} == {
+        "many": (1.0, 0), "few": (2.0, -1)
+    }  # fmt: skip
+    assert main(["sim", "run", str(file), "--json", str(tmp_path / "found.json")]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    many, few = found["tenants"]
+    assert many["num_requests"] + few["num_requests"] == 400
+    assert many["num_requests"] == pytest.approx(360, abs=30)
+    assert found["num_refused"] == many["num_refused"] + few["num_refused"] > 100
+    assert found["num_failed"] == 0
+    shares = [each["num_refused"] / each["num_requests"] for each in (many, few)]
+    assert shares[1] < shares[0] - 0.2, "it has its share of the queue, whatever the other does"
+    assert f"refused     {found['num_refused']} requests" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("tenants", "said"),
+    [
+        ("[{name: a}, {name: a}]", "give each its own"),
+        ("[{share: 1}]", "give each its own"),
+        ("[{name: a, share: 0}]", "give one some"),
+        ("[{name: a, wait: 1}]", "tenants[0].wait"),
+        ("[a]", "tenants[0] must hold keys and values"),
+        ("{name: a}", "must be a list of sections"),
+    ],
+)
+def test_tenants_that_make_no_sense_are_named(tmp_path: Path, tenants: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        read_scenario(scenario_file(tmp_path, f"tenants: {tenants}"))
 
 
 def test_slow_ways_reach_the_world(tmp_path: Path) -> None:

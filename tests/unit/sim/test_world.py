@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections import Counter
 from collections.abc import Mapping
 from itertools import pairwise
 
@@ -14,9 +15,10 @@ from hypothesis import strategies as st
 from decode_worker.ledger import Attempt, Ledger
 from kvtransfer.layout import KvFormat, LayoutId
 from kvtransfer.protocol.messages import AttemptKey
+from router.request.tenant import Tenant
 from tandem.cluster.supervisor.autoscale import Decision, PoolSize, Range, Settings
 from tandem.cluster.supervisor.demand import Sample
-from tandem.core.errors import ConfigError
+from tandem.core.errors import ConfigError, OverloadedError
 from tandem.core.identity import Role, WorkerKey
 from tandem.core.pages import PagePool
 from tandem.core.step_times import Fitted
@@ -24,7 +26,7 @@ from tandem.sim.faults import FaultShape, SlowLink
 from tandem.sim.fleet import Life
 from tandem.sim.load import Arrival, Lengths, drawn
 from tandem.sim.outcome import Outcome
-from tandem.sim.shape import PoolShape, WorldShape
+from tandem.sim.shape import PoolShape, TenantShape, WorldShape
 from tandem.sim.world import World
 from tandem.worker.batch import SchedulerLimits
 from tandem.worker.scheduler import BatchScheduler
@@ -224,6 +226,45 @@ def test_whatever_comes_ends_and_leaves_nothing_behind(
         mixed_pool_tokens=200 if mixes else 0,
     )
     simulated(shape, [Arrival(number, *one) for number, one in enumerate(asked)])
+
+
+def of_tenant(name: str, weight: float = 1.0, priority: int = 0) -> TenantShape:
+    return TenantShape(Tenant(name, name, name, weight=weight), priority)
+
+
+def test_tenants_with_a_backlog_get_what_their_weights_say() -> None:
+    tenants = {"one": of_tenant("one"), "two": of_tenant("two", weight=2.0)}
+    shape = dataclasses.replace(SHAPE, tenants=tenants)
+    arrivals = [Arrival(n, n * 1e-4, 64, 16, tenant=("one", "two")[n % 2]) for n in range(400)]
+    _, outcomes = simulated(shape, arrivals)
+    half_s = sorted(one.last_token_s for one in outcomes)[200]  # after that one has none left
+    got = Counter(one.arrival.tenant for one in outcomes if one.last_token_s <= half_s)
+    assert got["two"] / got["one"] == pytest.approx(2.0, rel=0.15), got
+
+
+def test_who_is_more_urgent_goes_first() -> None:
+    tenants = {"slow": of_tenant("slow"), "urgent": of_tenant("urgent", priority=-1)}
+    shape = dataclasses.replace(SHAPE, tenants=tenants, ageing_s=100.0)
+    arrivals = [Arrival(n, n * 1e-4, 64, 16, tenant="urgent" if n >= 100 else "slow") for n in range(120)]
+    _, outcomes = simulated(shape, arrivals)
+    latest_s = max(one.last_token_s for one in outcomes[100:])
+    assert sum(one.first_token_s > latest_s for one in outcomes[:100]) > 50
+
+
+def test_an_overload_is_refused_and_a_burst_is_not() -> None:
+    shape = dataclasses.replace(SHAPE, max_waiting=40)
+    ended: list[Outcome] = []
+    world = World(shape, ended.append)
+    world.run([Arrival(n, 1.0, 64, 16) for n in range(40)])
+    assert not any(one.error for one in ended), "as many as may wait"
+    arrivals = [Arrival(n, n * 1e-3, 64, 16) for n in range(2_000)]
+    waiting, refusing = World(SHAPE), World(shape)
+    all_wait, some_refused = waiting.run(arrivals), refusing.run(arrivals)
+    served = [one for one in some_refused if not one.error]
+    assert {one.error for one in some_refused} == {"", OverloadedError.code}
+    assert len(served) + sum(one.error == OverloadedError.code for one in some_refused) == 2_000
+    assert max(one.ttft_s for one in served) < 0.2 * max(one.ttft_s for one in all_wait)
+    assert refusing.figures.num_open == 0
 
 
 def by_load(prefill: Range, decode: Range) -> WorldShape:

@@ -176,7 +176,11 @@ def test_tenants_and_refusals_reach_the_world(tmp_path: Path, capsys: pytest.Cap
     assert found["num_failed"] == 0
     shares = [each["num_refused"] / each["num_requests"] for each in (many, few)]
     assert shares[1] < shares[0] - 0.2, "it has its share of the queue, whatever the other does"
-    assert f"refused     {found['num_refused']} requests" in capsys.readouterr().out
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["refused", str(found["num_refused"])] in [words[:2] for words in shown]
+    assert [words[:3] for words in shown[-2:]] == [
+        [each["name"], f"{each['weight']:g}", str(each["num_requests"])] for each in (many, few)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ TEXTS = ["short", *("a text of some length. " * n + f"It ends with {n}." for n i
 CONFIG: dict[str, Any] = {
     "model": {"served_names": ["*"]},
     "scheduling": {"chunk_size": 64},
-    "transport": {"lease_s": 1.0},
+    "transport": {"lease_s": 3.0},
     "limits": {"retry_budget": 1.0},
 }
 

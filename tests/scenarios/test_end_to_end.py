@@ -30,7 +30,7 @@ SERVED = {"model": {"served_names": ["*"]}}
 @pytest.fixture(scope="module")
 def two_by_two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
     """2P2D with a short lease, all requests may be tried again; started as users start it. Leave it idle and whole."""
-    config = {**SERVED, "transport": {"lease_s": 1.0}, "limits": {"retry_budget": 1.0}}
+    config = {**SERVED, "transport": {"lease_s": 3.0}, "limits": {"retry_budget": 1.0}}
     with running(tmp_path_factory.mktemp("2p2d"), 2, 2, config=config, anew=True) as cluster:
         yield cluster
 

@@ -174,7 +174,7 @@ class PagePool:
         self._num[PageState.FREE] = num_pages
         #: All pages from this one on have never been taken.
         self.first_untouched = 0
-        #: How often a page has become available.
+        #: How often a page has become available, or was taken and is in quarantine: then it is not used any more.
         self.num_given_back = 0
 
     # -- taking pages
@@ -376,6 +376,7 @@ class PagePool:
                 self._note(key, is_held=False)
             self._references[page] = 0
             self._set(page, PageState.QUARANTINED)
+            self.num_given_back += 1
 
     def lift(self, pages: Iterable[int]) -> None:
         """A fence was seen: quarantined pages are free again."""

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tandem.core.pages import PageCounts, PagePool, PageState, page_keys, pages_for, private_page_keys
+from tandem.core.pages import PageCounts, PagePool, PageState, Shortage, page_keys, pages_for, private_page_keys
 
 PAGE_SIZE = 4
 KEYS = [f"key-{i}".encode() for i in range(8)]
@@ -31,6 +31,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.quarantined: list[list[int]] = []
         self.key_of: dict[int, bytes] = {}
         self.cached: list[int] = []
+        self.lacking: list[tuple[list[bytes], int, Shortage]] = []  # keys of a text, pages behind them, what was found
 
     # -- what the model knows
 
@@ -122,6 +123,17 @@ class PoolAgainstModel(RuleBasedStateMachine):
         if expected:
             self.used.append(expected)
 
+    @rule(keys=st.lists(st.sampled_from(KEYS), unique=True, max_size=4), num_behind=st.integers(1, 6))
+    def lack(self, keys: list[bytes], num_behind: int) -> None:
+        """A text wants pages and does not take them."""
+        run = self.leading_run(keys)
+        assert self.pool.acquire(keys) == run
+        next_key = keys[len(run)] if len(run) < len(keys) else None
+        shortage = self.pool.give_up(run, len(keys) - len(run) + num_behind, next_key)
+        was_cached = [page for page in reversed(run) if page in self.cached]
+        self.cached = [page for page in self.cached if page not in was_cached] + was_cached
+        self.lacking.append((keys, num_behind, shortage))
+
     @precondition(lambda self: self.used or self.reserved)
     @rule(data=st.data())
     def quarantine(self, data: st.DataObject) -> None:
@@ -205,6 +217,21 @@ class PoolAgainstModel(RuleBasedStateMachine):
                 else PageState.USED
             )
             assert self.pool.state(page) is expected, page
+
+    @invariant()
+    def what_a_text_lacked_says_no_less_than_it_lacks(self) -> None:
+        used = {page for holding in self.used for page in holding}
+        for keys, num_behind, shortage in self.lacking:
+            since = self.pool.since(shortage)
+            run = set(self.leading_run(keys))
+            if since is None:
+                assert shortage.next_key in self.key_of.values()
+                continue
+            most_available, least_used = since
+            needed = len(keys) - len(run) + num_behind
+            num_available = len((self.free() | set(self.cached)) - run)
+            assert num_available - needed <= most_available - shortage.needed
+            assert len(used | run) + needed >= least_used + shortage.needed
 
     def teardown(self) -> None:
         """Nobody's pages leak: when all is given back, every page can be had again."""

@@ -447,6 +447,18 @@ def test_who_lacks_pages_does_not_look_through_its_cached_beginning_each_step(mo
     assert num_acquired == 400
 
 
+def test_pages_that_go_into_quarantine_are_used_by_nobody_that_a_prompt_waits_for() -> None:
+    scheduler = make_scheduler(20)
+    scheduler.limits = replace(scheduler.limits, unpromoted_share=0.5)
+    scheduler.add(prompt("runs", 2 * PAGE))
+    step(scheduler)
+    written = scheduler.pool.allocate(6) or []
+    scheduler.add(prompt("waits", 5 * PAGE, arrival=1))
+    assert [item.sequence.request_id for item in step(scheduler).items] == ["runs"]
+    scheduler.pool.quarantine(written)
+    assert [item.sequence.request_id for item in step(scheduler).items] == ["runs", "waits"]
+
+
 def test_nobody_overtakes_a_promoted_one_that_waits_for_pages() -> None:
     scheduler = make_scheduler(num_pages=6, tokens=64)
     (first,) = computed(scheduler, "first")

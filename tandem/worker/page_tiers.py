@@ -208,7 +208,7 @@ class TieredPages:
         """On the owner's thread."""
         with self._lock:
             good = [copy for copy in copies if self._pool.entry(copy.key) == (copy.page, copy.entry)]
-        self._writer.put(lambda: self._write(good))
+            self._writer.put(lambda: self._write(good))  # what is found to be wrong from now on is discarded behind it
 
     def _write(self, copies: list[_Copy]) -> None:
         for copy in copies:

@@ -59,14 +59,36 @@ class Memory:
         self.pages[page] = bytes(data)
 
 
-class World:
-    """One worker's tiers without threads: its owner, its two lanes and the clock go on when a test says so."""
+class Lock:
+    """Of the pool; another thread that waits for it comes in as soon as it is free."""
 
-    def __init__(self, num_pages: int, num_slots: int) -> None:
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[], object]] = []
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        waiting, self.waiting = self.waiting, []
+        for call in waiting:
+            call()
+
+
+class World:
+    """One worker's tiers without threads: its owner, its two lanes and the clock go on when a test says so.
+
+    Args:
+        num_far_slots: of a second tier below the first; 0: there is none.
+    """
+
+    def __init__(self, num_pages: int, num_slots: int, num_far_slots: int = 0) -> None:
         self.pool = PagePool(num_pages, PAGE_SIZE)
-        self.scheduler = BatchScheduler(self.pool, SchedulerLimits(8, 32, 16, 100), salt=b"m")
+        self.lock = Lock()
+        self.scheduler = BatchScheduler(self.pool, SchedulerLimits(8, 32, 16, 100), salt=b"m", lock=self.lock)
         self.memory = Memory(num_pages)
-        self.store = HostTier(memoryview(bytearray(num_slots * PAGE_BYTES)), PAGE_BYTES)
+        self.store, self.far = (
+            HostTier(memoryview(bytearray(num * PAGE_BYTES)), PAGE_BYTES) for num in (num_slots, num_far_slots)
+        )
         self.owner, self.writer, self.reader, self.timers = Steps(), Steps(), Steps(), Steps()
         self.now_s = 0.0
         self.told: set[bytes] = set()
@@ -74,7 +96,7 @@ class World:
             self.scheduler,
             self.memory,
             PAGE_BYTES,
-            [self.store],
+            [self.store, self.far] if num_far_slots else [self.store],
             to_owner=self.owner.put,
             call_later=lambda _, call: self.timers.put(call),
             tell=self.hear,
@@ -282,6 +304,19 @@ def test_a_page_that_came_again_while_it_was_copied_is_not_taken_for_the_same() 
     world.run()
     world.check()
     assert world.store.has(key)
+
+
+def test_a_page_that_is_found_to_be_wrong_right_after_it_was_verified_is_not_kept() -> None:
+    """At decode the steps' thread finds that out, while the one that owns the pool has just let go of its lock."""
+    (key,) = keys = PROMPTS["a"][:1]
+    world = World(4, 10)
+    world.compute(keys)
+    while not world.owner.calls:
+        world.writer.run_one()  # until it is copied
+    world.lock.waiting.append(lambda: world.scheduler.discard(keys))
+    world.owner.run_one()
+    world.run()
+    assert not world.store.has(key)
 
 
 def test_prompts_that_begin_alike_are_read_once() -> None:

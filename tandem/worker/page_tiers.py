@@ -310,7 +310,7 @@ class TieredPages:
         """On the reader's thread."""
         parent, began_s = fetch.parent, self._now()
         for key, page in zip(fetch.keys, fetch.pages, strict=True):
-            if fetch.is_over or not self._get(key, parent):
+            if fetch.is_over or not self._get(fetch, key, parent):
                 break
             with fetch.lock:
                 if fetch.is_over:
@@ -322,12 +322,15 @@ class TieredPages:
         self._read_rate.learn(fetch.num_landed * self._page_bytes, now_s - began_s, now_s)
         self._to_owner(lambda: self._end(fetch))
 
-    def _get(self, key: bytes, parent: bytes) -> bool:
+    def _get(self, fetch: _Fetch, key: bytes, parent: bytes) -> bool:
         """Read one page into the buffer; a nearer tier gets it too."""
         for number, store in enumerate(self.stores):
             if store.get(key, self._buffer):
                 for nearer in self.stores[:number]:
                     nearer.put(key, parent, self._buffer)
+                    # The page may have been discarded since it was read. If it is from now on, that comes after this.
+                    if fetch.num_discards != self._num_discards:
+                        nearer.discard(key)
                 return True
         return False
 

@@ -319,6 +319,31 @@ def test_a_page_that_is_found_to_be_wrong_right_after_it_was_verified_is_not_kep
     assert not world.store.has(key)
 
 
+def test_a_page_that_is_found_to_be_wrong_while_it_is_read_is_kept_nowhere() -> None:
+    """It is read from the far tier, and the near one gets it too: what is thrown away meanwhile stays away."""
+    (key,) = keys = PROMPTS["a"][:1]
+    world = World(4, 10, num_far_slots=10)
+    pages = world.compute(keys)
+    world.run()
+    world.pool.release(pages or [])
+    world.pool.drop_cache()
+    world.store.discard(key)
+    assert world.fetch("a", keys)
+    get = world.far.get
+
+    def get_late(key: bytes, into: memoryview) -> bool:
+        """The bytes are there, and only then are they thrown away."""
+        is_there = get(key, into)
+        world.scheduler.discard(keys)
+        world.writer.run_one()
+        return is_there
+
+    world.far.get = get_late  # type: ignore[method-assign]
+    world.run()
+    assert world.went_on == ["a"]
+    assert (world.pool.match(keys), world.far.has(key), world.store.has(key)) == (0, False, False)
+
+
 def test_prompts_that_begin_alike_are_read_once() -> None:
     world = kept_and_evicted(PROMPTS["a"], num_pages=16)
     pages = world.compute(PROMPTS["c"])

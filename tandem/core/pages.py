@@ -249,13 +249,20 @@ class PagePool:
         """
         if not window:
             return 0, self.acquire(keys)
-        num_in_row, best, first = 0, 0, 0
-        for end, key in enumerate(keys, 1):
-            num_in_row = num_in_row + 1 if key in self._page_of else 0
-            hidden = num_hidden_pages(end * self.page_size, self.page_size, window)
-            if num_in_row >= end - hidden:
-                best, first = end, hidden
-        return first, self.acquire(keys[first:best])
+        end = len(keys)
+        while end:
+            first = num_hidden_pages(end * self.page_size, self.page_size, window)
+            missing = self._find_missing(keys, first, end)
+            if missing is None:
+                return first, self.acquire(keys[first:end])
+            end = missing  # a beginning that ends behind it, and no later than this one, needs it too
+        return 0, []
+
+    def _find_missing(self, keys: Sequence[bytes], first: int, end: int) -> int | None:
+        """A page of these that is not held. The first one if it can be: of a text of which nothing is held, one page in
+        each window is looked for. Else the last one, so that none is looked for twice."""
+        places = (first, *range(end - 1, first, -1)) if first < end else ()
+        return next((place for place in places if keys[place] not in self._page_of), None)
 
     def publish(self, page: int, key: bytes) -> None:
         """Enter a verified, used page under `key`: it is full, or the key is its owner's alone.

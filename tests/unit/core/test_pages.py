@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import overload
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tandem.core.pages import PageCounts, PagePool, PageState, Shortage, page_keys, pages_for, private_page_keys
+from tandem.core.pages import (
+    PageCounts,
+    PagePool,
+    PageState,
+    Shortage,
+    num_hidden_pages,
+    page_keys,
+    pages_for,
+    private_page_keys,
+)
 
 PAGE_SIZE = 4
 KEYS = [f"key-{i}".encode() for i in range(8)]
@@ -366,6 +376,55 @@ def test_page_in_use_can_be_acquired_by_others() -> None:
     assert pool.state(pages[0]) is PageState.USED
     pool.release(pages)
     assert pool.state(pages[0]) is PageState.CACHED
+
+
+class LookedAt(Sequence[bytes]):
+    """Keys of a text, and how many of them were looked at."""
+
+    def __init__(self, num_keys: int) -> None:
+        self.keys = [str(number).encode() for number in range(num_keys)]
+        self.num_looked_at = 0
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[bytes]: ...
+
+    def __getitem__(self, index: int | slice) -> bytes | Sequence[bytes]:
+        found = self.keys[index]
+        self.num_looked_at += len(found) if isinstance(index, slice) else 1
+        return found
+
+
+def hold(pool: PagePool, keys: Sequence[bytes], held: Sequence[bool]) -> None:
+    pages = taken(pool.allocate(sum(held)))
+    for page, key in zip(pages, (key for key, is_held in zip(keys, held, strict=True) if is_held), strict=True):
+        pool.publish(page, key)
+
+
+@given(held=st.lists(st.booleans(), max_size=24), window=st.integers(1, 5 * PAGE_SIZE))
+def test_the_longest_beginning_is_found_whose_window_is_held(held: list[bool], window: int) -> None:
+    keys, pool = LookedAt(len(held)), PagePool(24, PAGE_SIZE)
+    hold(pool, keys.keys, held)
+    windows = [(num_hidden_pages(end * PAGE_SIZE, PAGE_SIZE, window), end) for end in range(len(held) + 1)]
+    first, end = next((first, end) for first, end in reversed(windows) if all(held[first:end]))
+    num_hidden, pages = pool.acquire_seen(keys, window)
+    assert num_hidden == first
+    assert pages == pool.acquire(keys.keys[first:end])
+    assert keys.num_looked_at <= 2 * len(held) + len(pages)
+
+
+def test_a_long_text_of_which_little_is_held_is_not_looked_through() -> None:
+    """Each step tries again while a text waits for pages, and several may wait."""
+    keys, pool = LookedAt(4096), PagePool(64, PAGE_SIZE)
+    hold(pool, keys.keys, [index in range(64) for index in range(4096)])
+    num_hidden, pages = pool.acquire_seen(keys, 32 * PAGE_SIZE)
+    assert (num_hidden, len(pages)) == (32, 32)
+    assert keys.num_looked_at < 4096 / 10
 
 
 def test_same_content_twice_keeps_its_first_page() -> None:

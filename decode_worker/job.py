@@ -36,6 +36,7 @@ class DecodeJob(Attempt):
     scoring: PromptScoring | None = None  # of the prompt, where decode computes it
     cache_salt: str = ""
     is_cancelled: bool = False  # it was cancelled; its pages come back when the protocol says so
+    may_be_wrong: bool = False  # what was handed off of it: no other request may find it
     is_new: bool = False  # handed off, and no step has computed a token of it yet
     local: ComputesHere | None = None  # set from when its prompt is computed here
     sequences: list[Sequence] = field(default_factory=list)  # in the batch, or preempted

@@ -178,12 +178,16 @@ class DecodeRole:
             cache_salt=spec.cache_salt,
         )
 
-    def cancel(self, key: AttemptKey) -> None:
-        """Drop this attempt. Its pages come back now, or by the protocol where a writer may know them."""
+    def cancel(self, key: AttemptKey, *, discards: bool = False) -> None:
+        """Drop this attempt. Its pages come back now, or by the protocol where a writer may know them.
+
+        Args:
+            discards: what prefill computed for it may be wrong, also where it is what prefill sealed.
+        """
         with self._lock:
             job = self.ledger.attempts.get(key)
             if job is not None and job.state is AttemptState.GRANTED:
-                job.is_cancelled = True
+                job.is_cancelled, job.may_be_wrong = True, discards
             elif job is not None:
                 self.ledger.remove(job)
                 self._to_runner(lambda: self._leave(job))
@@ -322,7 +326,8 @@ class DecodeRole:
         has_stopped = reason is RefusalReason.WRITER_STOPPED
         with self._lock:
             job = self.ledger.attempts[key]
-            self.ledger.end(job, pages, verified, quarantined=quarantined, keeps=not has_stopped)
+            keeps = not (has_stopped or job.may_be_wrong)
+            self.ledger.end(job, pages, verified, quarantined=quarantined, keeps=keeps)
         self._has_changed = True
         self._to_runner(lambda: self._pacing.first_steps_taken(1))
         # A writer that stops by itself tells the router why itself.

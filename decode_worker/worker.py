@@ -171,7 +171,8 @@ class DecodeWorker:
                 self._reserve(session, command.reserve)
             case "cancel":
                 key = AttemptKey(command.cancel.request_id, command.cancel.attempt)
-                self._to_driver(lambda: self.core.cancel(key))
+                discards = command.cancel.discards
+                self._to_driver(lambda: self.core.cancel(key, discards=discards))
             case other:
                 _log.warning("a router sent a command that this version does not know: %s", other)
 

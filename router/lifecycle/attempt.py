@@ -70,6 +70,9 @@ class Attempt:
         # Whether prefill has nothing left to give: the pages are decode's, or there was nothing to hand off.
         self._is_prefill_done = False
         self._is_decode_leaving = False
+        # Whether what prefill computed may be wrong. Decode hears of it in time: the pages that it has verified are
+        # what prefill sealed, so they would stay there for other requests.
+        self._may_be_wrong = False
         # Whether each choice was ended by a worker, which then holds nothing of it any more.
         # An earlier attempt's end is in the journal that this attempt's workers get.
         self._ended_at_worker = [choice.is_finished for choice in self._journal.choices]
@@ -283,6 +286,7 @@ class Attempt:
             _log.warning("prefill %s failed after decode had admitted the request: %s", failed.worker, failed.error)
             self._let_prefill_go()
             return
+        self._may_be_wrong = failed.worker == self._prefill_key and isinstance(failed.error, InternalError)
         if self._lost is not None:
             raise self._died(self._lost)
         leaving = [worker.key for worker in (self._prefill, self._decode) if worker is not None and worker.is_leaving]
@@ -370,7 +374,7 @@ class Attempt:
                 self._prefill.cancel(self._request_id, self._number, why)
             self._prefill.let_go(self._request_id)
         if not ended_by_itself or not self._is_admitted:
-            self._decode.cancel(self._request_id, self._number, why)
+            self._decode.cancel(self._request_id, self._number, why, discards=self._may_be_wrong)
         self._decode.let_go(self._request_id)
         if self._foreseen:
             forget = partial(self._workers.pages.forget, self._foreseen)

@@ -224,9 +224,10 @@ class WorkerSession:
             self._commands.put_nowait(command)
             self._num_sent += 1
 
-    def cancel(self, request_id: str, attempt: int, reason: str) -> None:
-        """Tell the worker to drop an attempt and free all it holds."""
-        message = Cancel(request_id=request_id, attempt=attempt, reason=reason)
+    def cancel(self, request_id: str, attempt: int, reason: str, *, discards: bool = False) -> None:
+        """Tell the worker to drop an attempt and free all it holds; `discards`: what was computed for it may be wrong,
+        and nothing of it is to stay in a cache."""
+        message = Cancel(request_id=request_id, attempt=attempt, reason=reason, discards=discards)
         self.send(PrefillCommand(cancel=message) if self.is_prefill else DecodeCommand(cancel=message))
 
     # -- the stream

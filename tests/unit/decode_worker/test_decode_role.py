@@ -15,11 +15,11 @@ from kvtransfer.digest import digests_of
 from kvtransfer.extents import ArenaShape
 from kvtransfer.layout import LayoutId
 from kvtransfer.protocol.grants import ReceiverLimits
-from kvtransfer.protocol.messages import AttemptKey, Commit, FirstToken, Grant, RefusalReason
+from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FirstToken, Grant, RefusalReason
 from kvtransfer.transports.loopback import LoopbackNetwork, LoopbackTransport
 from tandem.core.clock import VirtualClock
 from tandem.core.errors import DrainingError, OverloadedError, TandemError
-from tandem.core.pages import PagePool
+from tandem.core.pages import PagePool, page_keys
 from tandem.core.sampling import SampledToken, SampleRow, SamplingParams
 from tandem.core.tiers import Fetched
 from tandem.worker.batch import SchedulerLimits
@@ -316,6 +316,32 @@ def test_a_newer_attempt_ends_the_older_one() -> None:
     assert second.grant.key.attempt == 2
     assert [key.attempt for key in world.role.ledger.attempts] == [2]
     world.role.session_ended(SESSION)
+    world.assert_empty()
+
+
+@pytest.mark.parametrize("may_be_wrong", [False, True])
+def test_verified_pages_of_a_cancelled_attempt_are_kept_unless_they_may_be_wrong(may_be_wrong: bool) -> None:
+    """Prefill may find only at a prompt's end that what it has computed, and sealed, is of no use. It tells the router,
+    whose cancel comes while the writes are under way."""
+
+    class Stopping(World):
+        def ask_to_stop(self, sender: str, grant: Grant, reason: RefusalReason) -> None:
+            assert (sender, reason) == (SENDER, RefusalReason.CANCELLED)
+
+    world = Stopping()
+    key = world.reserve(num_tokens=11)
+    (made,) = world.take()
+    assert isinstance(made, GrantMade)
+    grant = made.grant
+    assert world.driver.attach(grant.grant_id, SENDER, grant.capability, renew=False).refusal is None
+    digests = world.driver._take_digests([(0, grant.pages[:2])])[0]
+    part = CommitPart(grant.grant_id, key, grant.epoch, grant.receiver, SENDER, 0, (tuple(digests),), grant.capability)
+    assert world.driver.commit_part(part).refusal is None
+    world.role.cancel(key, discards=may_be_wrong)
+    world.driver.confirm_idle(grant.grant_id, SENDER, grant.capability)
+    prompt = [2 + (1 + index) % 90 for index in range(11)]
+    assert world.pool.match(page_keys(prompt, PAGE, b"m")) == (0 if may_be_wrong else 2)
+    assert world.take() == []
     world.assert_empty()
 
 

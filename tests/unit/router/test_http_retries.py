@@ -334,6 +334,19 @@ def test_a_retry_tells_the_workers_which_choices_have_ended(site: Site) -> None:
     assert [(c["text"], c["finish_reason"]) for c in choices] == [("x", "stop"), ("abcd", "length")]
 
 
+@pytest.mark.parametrize(("code", "may_be_wrong"), [("internal", True), ("handoff", False)])
+def test_decode_keeps_nothing_of_what_prefill_may_have_computed_wrongly(
+    site: Site, code: str, may_be_wrong: bool
+) -> None:
+    site.prefill.auto = False
+    under_way = in_background(site)
+    start = site.prefill.wait_for("start")
+    site.prefill.auto = True
+    site.prefill.fail(start.request_id, 1, code, retryable=True)
+    assert site.decode.wait_for("cancel").discards is may_be_wrong
+    assert under_way.result().status_code == 200
+
+
 def test_a_stream_that_cannot_be_read_is_a_lost_worker(site: Site) -> None:
     site.decode.held_back.clear()
     under_way = in_background(site)

@@ -151,9 +151,10 @@ class TokenBook:
         self.counters.num_prompt_tokens_computed += max(0, end - item.start)
 
     def _fail(self, sequence: Sequence, error: TandemError, events: Events) -> None:
-        """Its logits cannot be sampled. Its KV may be wrong too, so no other request may find it."""
+        """Its logits cannot be sampled. Its KV may be wrong too, so no other request may find it, nor that of the other
+        choices, which are dropped with it: what is wrong may be the prompt's."""
         job: DecodeJob = sequence.owner.job
-        self.scheduler.discard(sequence.keys)
+        self.scheduler.discard(list(dict.fromkeys(key for each in job.sequences for key in each.keys)))
         events[job.session].append(AttemptFailed(job.key, error))
         self.drop(job)
 

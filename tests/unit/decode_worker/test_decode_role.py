@@ -18,7 +18,7 @@ from kvtransfer.protocol.grants import ReceiverLimits
 from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FirstToken, Grant, RefusalReason
 from kvtransfer.transports.loopback import LoopbackNetwork, LoopbackTransport
 from tandem.core.clock import VirtualClock
-from tandem.core.errors import DrainingError, OverloadedError, TandemError
+from tandem.core.errors import DrainingError, InternalError, OverloadedError, TandemError
 from tandem.core.pages import PagePool, page_keys
 from tandem.core.sampling import SampledToken, SampleRow, SamplingParams
 from tandem.core.tiers import Fetched
@@ -477,6 +477,28 @@ def test_an_error_behind_a_right_guess_ends_the_attempt_and_leaves_nothing() -> 
         world.step()
     assert any(isinstance(event, AttemptFailed) for event in world.events)
     assert len(world.tokens()) < 24
+    world.assert_empty()
+
+
+def test_what_an_attempt_that_fails_has_generated_is_found_by_nobody() -> None:
+    """Also of its other choices: they began from the same prompt, whose KV may be wrong."""
+
+    class Fails(World):
+        def sample(self, _: Any, rows: Sequence[Sequence[SampleRow]]) -> list[list[SampledToken | TandemError]]:
+            def token(row: SampleRow) -> SampledToken | TandemError:
+                is_last = row.choice == 1 and row.position == 4
+                return InternalError("not finite") if is_last else SampledToken(50 + row.choice)
+
+            return [[token(row) for row in of_one] for of_one in rows]
+
+    world = Fails()
+    world.reserve(choices=2, local=99)
+    while world.role.ledger.attempts:
+        kept = [world.pool.match(page_keys([*range(3, 9), *[50 + choice] * 4], PAGE, b"m")) for choice in (0, 1)]
+        world.step()
+    assert kept == [2, 2]
+    assert any(isinstance(event, AttemptFailed) for event in world.events)
+    assert world.pool.counts().cached == 0
     world.assert_empty()
 
 

@@ -22,7 +22,7 @@ from tandem.worker.prompt_scoring import ScoreTokens, take_scores
 from tandem.worker.request import AttemptFailed, PromptScored, RequestLimits, TokenSampled
 from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.sequence import FinishReason, Sequence, finish_reason
-from tandem.worker.step import SampleTokens
+from tandem.worker.step import SampleTokens, may_be_wrong
 
 Events = defaultdict[int, list[Event]]  # by session
 
@@ -151,10 +151,11 @@ class TokenBook:
         self.counters.num_prompt_tokens_computed += max(0, end - item.start)
 
     def _fail(self, sequence: Sequence, error: TandemError, events: Events) -> None:
-        """Its logits cannot be sampled. Its KV may be wrong too, so no other request may find it, nor that of the other
-        choices, which are dropped with it: what is wrong may be the prompt's."""
+        """Its logits cannot be sampled. Where its KV may be wrong too, no other request may find it, nor that of the
+        other choices, which are dropped with it: what is wrong may be the prompt's."""
         job: DecodeJob = sequence.owner.job
-        self.scheduler.discard(list(dict.fromkeys(key for each in job.sequences for key in each.keys)))
+        if may_be_wrong(error):
+            self.scheduler.discard(list(dict.fromkeys(key for each in job.sequences for key in each.keys)))
         events[job.session].append(AttemptFailed(job.key, error))
         self.drop(job)
 

@@ -35,7 +35,7 @@ from tandem.worker.request import AttemptFailed, AttemptSpec, PromptPooled, Requ
 from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.sequence import Sequence
 from tandem.worker.spans import before
-from tandem.worker.step import SampleTokens
+from tandem.worker.step import SampleTokens, may_be_wrong
 
 # So many ended attempts are remembered, so that a late repetition of a start is not taken for a new attempt.
 _NUM_REMEMBERED = 4096
@@ -368,8 +368,9 @@ class PrefillRole:
             self._emit({job.session: events})
 
     def _fail_sampling(self, job: PromptJob, error: TandemError) -> None:
-        """Its logits cannot be sampled. Its KV may be wrong too, so no other request may find it."""
-        self._scheduler.discard(job.sequence.keys)
+        """Its logits cannot be sampled. Where its KV may be wrong too, no other request may find it."""
+        if may_be_wrong(error):
+            self._scheduler.discard(job.sequence.keys)
         self.fail(job.key, error)
 
     def step_failed(self, batch: Batch, error: Exception) -> None:

@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from tandem.core.errors import TandemError
+from tandem.core.errors import InternalError, TandemError
 from tandem.core.sampling import SampledToken, SampleRow
 from tandem.worker.batch import Batch
 
 SampleTokens = Callable[[Any, Sequence[Sequence[SampleRow]]], list[list[SampledToken | TandemError]]]
 """From logits, one row an item, and what is asked of each row, to tokens; see `tandem.engine.sampler.Sampler`."""
+
+
+def may_be_wrong(error: TandemError) -> bool:
+    """Whether the KV may be wrong of a sequence that could not be sampled for this reason.
+
+    Else the request is to blame, as one that allows no token: nobody else is to compute anew what is cached.
+    """
+    return isinstance(error, InternalError)
 
 
 class StepHooks(Protocol):

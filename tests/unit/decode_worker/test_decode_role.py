@@ -18,7 +18,7 @@ from kvtransfer.protocol.grants import ReceiverLimits
 from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FirstToken, Grant, RefusalReason
 from kvtransfer.transports.loopback import LoopbackNetwork, LoopbackTransport
 from tandem.core.clock import VirtualClock
-from tandem.core.errors import DrainingError, InternalError, OverloadedError, TandemError
+from tandem.core.errors import DrainingError, InternalError, InvalidRequestError, OverloadedError, TandemError
 from tandem.core.pages import PagePool, page_keys
 from tandem.core.sampling import SampledToken, SampleRow, SamplingParams
 from tandem.core.tiers import Fetched
@@ -480,14 +480,18 @@ def test_an_error_behind_a_right_guess_ends_the_attempt_and_leaves_nothing() -> 
     world.assert_empty()
 
 
-def test_what_an_attempt_that_fails_has_generated_is_found_by_nobody() -> None:
-    """Also of its other choices: they began from the same prompt, whose KV may be wrong."""
+@pytest.mark.parametrize(
+    ("error", "num_kept"), [(InternalError("not finite"), 0), (InvalidRequestError("no token is left"), 3)]
+)
+def test_what_may_be_wrong_of_an_attempt_that_fails_is_found_by_nobody(error: TandemError, num_kept: int) -> None:
+    """Also of its other choices: they began from the same prompt. What only the request is to blame for costs others
+    nothing of what is cached."""
 
     class Fails(World):
         def sample(self, _: Any, rows: Sequence[Sequence[SampleRow]]) -> list[list[SampledToken | TandemError]]:
             def token(row: SampleRow) -> SampledToken | TandemError:
                 is_last = row.choice == 1 and row.position == 4
-                return InternalError("not finite") if is_last else SampledToken(50 + row.choice)
+                return error if is_last else SampledToken(50 + row.choice)
 
             return [[token(row) for row in of_one] for of_one in rows]
 
@@ -498,7 +502,7 @@ def test_what_an_attempt_that_fails_has_generated_is_found_by_nobody() -> None:
         world.step()
     assert kept == [2, 2]
     assert any(isinstance(event, AttemptFailed) for event in world.events)
-    assert world.pool.counts().cached == 0
+    assert world.pool.counts().cached == num_kept
     world.assert_empty()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,9 +10,9 @@ import pytest
 from kvtransfer.protocol.messages import Commit
 from prefill_worker.events import Event, HandedOff, PromptEnded, PromptStarted
 from router.policy.recovery import Fault, failure
-from tandem.core.errors import DrainingError, HandoffError, InvalidRequestError
+from tandem.core.errors import DrainingError, HandoffError, InternalError, InvalidRequestError, TandemError
 from tandem.core.identity import WorkerKey
-from tandem.core.sampling import SampledToken, SamplingParams
+from tandem.core.sampling import SampledToken, SampleRow, SamplingParams
 from tandem.worker.batch import SchedulerLimits
 from tandem.worker.request import AttemptFailed, AttemptSpec, TokenSampled
 from tests.support import driver_world
@@ -20,7 +21,7 @@ from tests.support.imports import HEAVY, loaded_by
 from tests.support.link import LinkSpec
 from tests.support.node import SESSION, NodeSpec
 from tests.support.prefill_node import ANSWER_S, RESEND_S, PrefillNode
-from tests.support.scripted_model import LAYOUT, token_of
+from tests.support.scripted_model import LAYOUT, sample, token_of
 from tests.support.step_runner import StepTime
 
 LATENCY_S, STEP_S = 1 / 64, 2.0
@@ -35,7 +36,15 @@ class Prefill(PrefillNode):
 
     def __init__(self, world: World) -> None:
         self.commits: list[tuple[Commit, bool]] = []
+        self.error: TandemError | None = None  # in place of each token
         super().__init__("prefill-0", SENDER, SPEC, kernel=world.kernel, cluster=world, link=world.link)
+
+    def core_parts(self) -> dict[str, Any]:
+        return super().core_parts() | {"sample": self._sample}
+
+    def _sample(self, logits: Any, rows: Sequence[Sequence[SampleRow]]) -> list[list[SampledToken | TandemError]]:
+        error = self.error
+        return sample(logits, rows) if error is None else [[error for _ in of_one] for of_one in rows]
 
     def commit(self, commit: Commit, *, again: bool) -> None:
         self.commits.append((commit, again))
@@ -115,6 +124,20 @@ def test_a_prompt_that_ends_with_its_first_token_is_not_handed_off() -> None:
     assert isinstance(ended, PromptEnded)
     assert (ended.key, ended.work.compute_s) == (KEY, STEP_S)
     assert not world.receiving.num_arrived
+
+
+@pytest.mark.parametrize(
+    ("error", "num_kept"), [(InternalError("not finite"), 0), (InvalidRequestError("no token is left"), 2)]
+)
+def test_others_find_no_page_that_may_be_wrong_and_keep_what_only_the_request_is_to_blame_for(
+    error: TandemError, num_kept: int
+) -> None:
+    world = World()
+    world.sending.error = error
+    world.start()
+    assert world.kernel.run_until(world.errors) == [error]
+    world.check_rest()
+    assert world.sending.scheduler.pool.counts().cached == num_kept
 
 
 def test_what_cannot_be_taken_ends_with_an_error_and_leaves_nothing() -> None:

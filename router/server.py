@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
@@ -29,7 +30,7 @@ from router.lifecycle.migration_slots import MigrationSlots
 from router.lifecycle.tenants import Tenants
 from router.lifecycle.turns import Turns
 from router.observe.export import Exporter
-from router.observe.recorder import WorkSpan
+from router.observe.recorder import Recorder, WorkSpan
 from router.openai.model_card import ModelCard
 from router.policy.admission import Admission
 from router.policy.background import BackgroundAdmission
@@ -290,8 +291,9 @@ class RouterServer:
                 admission.on_freed()
 
         workers.on_change, workers.on_report = workers_changed, reported
+        recorder = Recorder(time.time() - clock.now())
         context = RouterContext(
-            config, clock, workers, admission, metrics, tokenizer, budget, migrations, tenants, turns
+            config, clock, workers, admission, metrics, tokenizer, budget, migrations, tenants, turns, recorder=recorder
         )
 
         def note_work(request_id: str, attempt: int, role: Role, spans: Iterable[WorkSpan]) -> None:

@@ -88,15 +88,17 @@ class Live:
 
     async def _parts(self, seen: Mapping[str, Seen]) -> dict[str, dict[str, Any]]:
         """By router; without those that did not answer."""
-        parts = {self._name: self._own_part(seen.get(self._name, Seen()))}
+        own = self._own_part(seen.get(self._name, Seen()))
+        parts = {self._name: own}
         if self._others:
-            asked = {name: [point.second, point.num_ended] for name, point in seen.items()}
+            told_before = {name: [point.second, point.num_ended] for name, point in seen.items()}
+            asked = {"until": own["now"], "seen": told_before}
             told = await self._others.ask(_PART, orjson.dumps(asked))
             parts |= {name: orjson.loads(text) for name, text in told.items() if text}
         return parts
 
-    def _own_part(self, seen: Seen) -> dict[str, Any]:
-        return part_of(self._context.recorder, self._name, seen, self._context.clock.now())
+    def _own_part(self, seen: Seen, until: int | None = None) -> dict[str, Any]:
+        return part_of(self._context.recorder, self._name, seen, self._context.clock.now(), until)
 
     # -- single requests
 
@@ -126,10 +128,11 @@ class Live:
 
     def _tell_part(self, question: bytes) -> bytes:
         try:
-            seen = Seen(*map(int, orjson.loads(question).get(self._name, ())))
-        except (TypeError, AttributeError) as error:
+            asked = orjson.loads(question)
+            seen, until = Seen(*map(int, asked["seen"].get(self._name, ()))), int(asked["until"])
+        except (TypeError, AttributeError, KeyError) as error:
             raise ValueError(f"this does not say what was seen: {error}") from error
-        return orjson.dumps(self._own_part(seen), option=_KEYS)
+        return orjson.dumps(self._own_part(seen, until), option=_KEYS)
 
     def _tell_requests(self, name: bytes) -> bytes:
         return orjson.dumps(self._own_requests(name.decode()))

@@ -1,4 +1,4 @@
-"""What the live page is told each second: by one router, and by all that share a port together. Pure."""
+"""What the live page is told each second: by one router, and by all of a cluster together. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ MAX_ENDED = 100
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a watcher has been told of one router: everything before this second, and so many ended requests."""
+    """What a watcher has been told of one router: everything before this second, and so many ended requests.
+
+    Seconds are numbered since the epoch.
+    """
 
     second: int = 0
     num_ended: int = 0
@@ -25,15 +28,21 @@ class Seen:
         return Seen(part["now"], part["num_ended"])
 
 
-def part_of(recorder: Recorder, router: str, seen: Seen, now_s: float) -> dict[str, Any]:
-    """What one router has to tell to whom `seen` was told before."""
+def part_of(recorder: Recorder, router: str, seen: Seen, now_s: float, until: int | None = None) -> dict[str, Any]:
+    """What one router has to tell to whom `seen` was told before.
+
+    `until`: the first second that is not told; `None`: the present one. Who adds several routers up asks all for the
+    same seconds: one that only some have told would be over when the others tell it.
+    """
+    if until is None:
+        until = recorder.history.second(now_s)
     new = min(max(recorder.num_ended - seen.num_ended, 0), MAX_ENDED)
     return {
         "router": router,
-        "now": int(now_s),
+        "now": until,
         "num_running": recorder.num_running,
         "num_ended": recorder.num_ended,
-        "seconds": {s.second: s.describe() for s in recorder.history.since(seen.second, now_s)},
+        "seconds": {s.second: s.describe() for s in recorder.history.since(seen.second, until)},
         "running": [_row(trace.summary(now_s), router) for trace in recorder.oldest_running(MAX_RUNNING)],
         "ended": [_row(trace.summary(now_s), router) for trace in recorder.last_ended(new)],
     }

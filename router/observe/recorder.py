@@ -40,8 +40,9 @@ _log = logging.getLogger(__name__)
 class Recorder:
     """Args: times of all methods are on the router's clock."""
 
-    def __init__(self) -> None:
-        self.history = History()
+    def __init__(self, epoch_s: float = 0.0) -> None:
+        """`epoch_s`: since the epoch, when that clock was at zero."""
+        self.history = History(epoch_s)
         #: Called with each trace that has ended.
         self.on_end: Callable[[Trace], object] = lambda _: None
         # Invariant: a request is in exactly one of these; `_ended` in the order in which they ended.

@@ -70,7 +70,8 @@ class Live:
         try:
             while not self._over.is_set():
                 told = await self._parts(seen)
-                seen = {name: Seen.of(part) for name, part in told.items()}
+                # One that did not answer this time has told what it has told.
+                seen |= {name: Seen.of(part) for name, part in told.items()}
                 state = {**joined(told.values()), "cluster": self._cluster()}
                 yield b"data: " + orjson.dumps(state) + b"\n\n"
                 with suppress(TimeoutError):

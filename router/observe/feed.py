@@ -36,7 +36,9 @@ def part_of(recorder: Recorder, router: str, seen: Seen, now_s: float, until: in
     """
     if until is None:
         until = recorder.history.second(now_s)
-    new = min(max(recorder.num_ended - seen.num_ended, 0), MAX_ENDED)
+    # Fewer ends than it has told of: it was another life of this router that told.
+    num_told = seen.num_ended if seen.num_ended <= recorder.num_ended else 0
+    new = min(recorder.num_ended - num_told, MAX_ENDED)
     return {
         "router": router,
         "now": until,

@@ -222,6 +222,14 @@ def test_a_watcher_is_told_each_second_and_each_end_once() -> None:
     assert list(second["seconds"]) == [101], "100 was told before"
 
 
+def test_a_watcher_is_told_of_the_ends_of_a_router_that_has_begun_anew() -> None:
+    recorder = Recorder()
+    recorder.begin(trace("r#1"))
+    recorder.end(["r#1"], 100.9)
+    told = part_of(recorder, "router-0", Seen(second=100, num_ended=7), 101.5)
+    assert [row["id"] for row in told["ended"]] == ["r#1"]
+
+
 def test_routers_of_hosts_that_began_at_other_times_count_the_same_seconds() -> None:
     hosts = {"r0": 1_700_000_000.0, "r1": 1_699_000_000.5}  # when each began
     parts = []

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import Mock
 
 import httpx
+import orjson
 import pytest
 
+from router.control import RouterControl, serve_control
+from router.observe.feed import Seen, part_of
+from router.observe.recorder import Recorder
+from router.observe.trace import Trace
 from router.server import RouterServer
+from router.workers.other_routers import OtherRouters
 from tandem.core import config as configuration
+from tandem.rpc.guard import RoleGuard
+from tandem.rpc.v1.control_pb2 import OtherRouter
 from tests.support.scripted_pool import ScriptedPool
 from tests.support.scripted_worker import ScriptedDecode, ScriptedPrefill
 from tests.support.waiting import wait_until
@@ -87,6 +97,45 @@ def test_one_that_has_ended_and_is_not_known_to_have_is_left_out(hosts: list[Hos
     assert first.get(f"/v1/requests/{request_id}").status_code == 200
     assert first.get("/v1/requests/nobody").status_code == 404
     assert first.serve_one()
+
+
+async def test_what_a_page_was_told_is_not_told_again_by_one_that_missed_a_question(
+    hosts: list[Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.http.live._EVERY_S", 0.01)
+    recorder, num_asked = Recorder(), 0
+
+    def end_one(number: int) -> None:
+        recorder.begin(Trace(f"r#{number}", "r", 0.0, 1, 1))
+        recorder.end([f"r#{number}"], 0.5)
+
+    def tell(question: bytes) -> bytes:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 2:
+            raise ValueError
+        if num_asked == 4:
+            end_one(2)
+        seen = Seen(*json.loads(question)["seen"].get("mine", ()))
+        return orjson.dumps(part_of(recorder, "mine", seen, 1.0), option=orjson.OPT_NON_STR_KEYS)
+
+    end_one(1)
+    others = OtherRouters()
+    others.on_question("live part", tell)
+    control = RouterControl(None, others, Mock(), Mock(), Mock())  # type: ignore[arg-type]
+    server, port = await serve_control(control, RoleGuard(), "127.0.0.1", 0)
+    first = hosts[0]
+    first.pool.others = [OtherRouter(name="mine", control_address=f"127.0.0.1:{port}")]
+    await asyncio.to_thread(first.pool.push)
+    ended: list[str] = []
+    async with httpx.AsyncClient() as client, client.stream("GET", f"{first.url}/v1/events", timeout=30) as events:
+        async for line in events.aiter_lines():
+            if line.startswith("data: "):
+                ended += [row["id"] for row in json.loads(line[6:])["ended"]]
+            if "r#2" in ended:
+                break
+    await server.stop(0)
+    assert ended == ["r#1", "r#2"]
 
 
 def test_one_that_is_no_member_any_more_is_not_asked(hosts: list[Host]) -> None:

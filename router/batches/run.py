@@ -109,19 +109,9 @@ class BatchRun:
         try:
             if batch.status == "in_progress":
                 becomes = await self._run_lines(batch, journal)
-                num_other = batch.num_lines - journal.num_completed
-                batch = await self._write(
-                    replace(
-                        batch,
-                        status="finalizing",
-                        finalizing_at=_now(),
-                        becomes=becomes,
-                        num_completed=journal.num_completed,
-                        num_failed=journal.num_failed,
-                        output_file_id=new_id("file-", time.time()) if journal.num_completed else None,
-                        error_file_id=new_id("file-", time.time()) if num_other else None,
-                    )
-                )
+                # Behind the last result: of a line that was ended it may still have been on its way.
+                batch = await self._on_disk(lambda: _stopped(batch, journal, becomes))
+                batch = await self._write(batch)
             rules = self._rules(batch.endpoint)
             lines = lines_of(self.folder.input, rules.max_line_bytes)
             await self._on_disk(lambda: write_outputs(self._store, self.folder.owner, batch, journal, lines))
@@ -179,6 +169,21 @@ class BatchRun:
         said = {"status_code": answer.status, "request_id": request_id, "body": orjson.Fragment(answer.body)}
         result = result_line(line.custom_id, said)
         await self._on_disk(lambda: journal.append(line.number, result, is_good=answer.status == _OK))
+
+
+def _stopped(batch: Batch, journal: ResultsJournal, becomes: str) -> Batch:
+    """What is to be written of a batch that has stopped running. Blocks: its results outlast the host then, too."""
+    journal.sync()
+    return replace(
+        batch,
+        status="finalizing",
+        finalizing_at=_now(),
+        becomes=becomes,
+        num_completed=journal.num_completed,
+        num_failed=journal.num_failed,
+        output_file_id=new_id("file-", time.time()) if journal.num_completed else None,
+        error_file_id=new_id("file-", time.time()) if batch.num_lines > journal.num_completed else None,
+    )
 
 
 def _back_off_s(tried: int, retry_after_s: float) -> float:

@@ -1,0 +1,117 @@
+"""One batch on a real disk, with answers that the test gives."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from router.batches.journal import ResultsJournal
+from router.batches.lines import LineRules
+from router.batches.records import Batch, StoredFile, new_id
+from router.batches.room import Room
+from router.batches.run import Answer, Ask, BatchRun
+from router.batches.store import Store
+from router.openai.model_card import ModelCard
+from router.policy.admission import Admission
+from router.policy.background import BackgroundAdmission
+from tandem.core import config as configuration
+from tandem.core.clock import MonotonicClock
+from tandem.core.tokenizer import Tokenizer
+from tests.support.waiting import LONG_S
+
+OWNER, ENDPOINT = "mine", "/v1/completions"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "batches")
+
+
+def queued(store: Store, num_lines: int) -> Batch:
+    """A new batch."""
+    now_s = time.time()
+    file = StoredFile(new_id("file-", now_s), 0, int(now_s), "in.jsonl", "batch")
+    line = {"method": "POST", "url": ENDPOINT, "body": {"model": "toy", "prompt": "x"}}
+    text = "".join(json.dumps({"custom_id": f"r{number}", **line}) + "\n" for number in range(num_lines))
+    (store.folder_of_files(OWNER) / f"{file.id}.data").write_text(text)
+    store.add_file(OWNER, file)
+    batch = Batch(new_id("batch_", now_s), ENDPOINT, file.id, "24h", int(now_s), int(now_s) + 86_400)
+    store.add_batch(OWNER, batch)
+    return batch
+
+
+@pytest.fixture
+def run_of(store: Store, checkpoint: Path) -> Callable[[Ask], BatchRun]:
+    config = configuration.load(None, {"model.served_names": ["toy"]})
+    card = ModelCard.from_dir(checkpoint, config, Tokenizer.from_dir(checkpoint))
+    clock = MonotonicClock()
+
+    def made(ask: Ask) -> BatchRun:
+        room = Room(BackgroundAdmission(Admission(8, clock, lambda: 8.0), clock, 1.0))
+        (folder,) = store.queued()
+        return BatchRun(folder, store, lambda endpoint: LineRules(endpoint, card, 100, 10_000), room, ask)
+
+    return made
+
+
+async def answered(owner: str, endpoint: str, body: bytes, request_id: str) -> Answer:
+    return Answer(200, b'{"good": true}')
+
+
+async def test_a_result_that_is_on_its_way_to_the_disk_when_the_batch_is_cancelled_counts(
+    store: Store, run_of: Callable[[Ask], BatchRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, loop = queued(store, 3), asyncio.get_running_loop()
+    append = ResultsJournal.append
+
+    async def cancelled() -> None:
+        run.look()
+        for _ in range(50):  # all that a cancel does before it writes
+            await asyncio.sleep(0)
+
+    def append_late(journal: ResultsJournal, number: int, line: bytes, *, is_good: bool) -> None:
+        if run.folder.cancelled_at() is None:
+            run.folder.cancel()
+            asyncio.run_coroutine_threadsafe(cancelled(), loop).result(LONG_S)
+        append(journal, number, line, is_good=is_good)
+
+    monkeypatch.setattr(ResultsJournal, "append", append_late)
+    run = run_of(answered)
+    async with asyncio.timeout(LONG_S):
+        await run.run()
+    ended = store.batch(OWNER, batch.id)
+    assert (ended.status, ended.num_completed > 0) == ("cancelled", True)
+    assert ended.output_file_id is not None
+    good = store.data_of(OWNER, ended.output_file_id).read_bytes().splitlines()
+    assert len(good) == ended.num_completed
+    left = store.data_of(OWNER, ended.error_file_id).read_bytes().splitlines() if ended.error_file_id else []
+    assert len(good) + len(left) == 3
+
+
+async def test_results_outlast_the_host_before_it_is_written_that_they_are_there(
+    store: Store, run_of: Callable[[Ask], BatchRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = queued(store, 3)
+    run, sync, done = run_of(answered), os.fdatasync, list[str]()
+
+    def note_sync(file: int) -> None:
+        done.append("results")
+        sync(file)
+
+    def note_write(batch: Batch) -> None:
+        done.append(batch.status)
+        write(batch)
+
+    write = run.folder.write
+    monkeypatch.setattr(os, "fdatasync", note_sync)
+    monkeypatch.setattr(run.folder, "write", note_write)
+    async with asyncio.timeout(LONG_S):
+        await run.run()
+    assert store.batch(OWNER, batch.id).status == "completed"
+    assert done[: done.index("finalizing")][-1] == "results"

@@ -193,8 +193,19 @@ class Store:
             self.batch(owner, after)
         folder = self._owners / owner / "batches"
         names = _names(folder, "") if folder.is_dir() else []
-        some = [self.batch(owner, name) for name in islice(_behind(names, after, newest_first=True), limit + 1)]
+        found = (
+            batch
+            for name in _behind(names, after, newest_first=True)
+            if (batch := self._batch_or_none(owner, name)) is not None
+        )
+        some = list(islice(found, limit + 1))
         return Page(some[:limit], len(some) > limit)
+
+    def _batch_or_none(self, owner: str, batch_id: str) -> Batch | None:
+        try:
+            return self.batch(owner, batch_id)
+        except NotFoundError:  # it is being made, or a crash left a part of one
+            return None
 
     # -- the queue
 

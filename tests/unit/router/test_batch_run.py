@@ -94,6 +94,14 @@ async def test_a_result_that_is_on_its_way_to_the_disk_when_the_batch_is_cancell
     assert len(good) + len(left) == 3
 
 
+def test_a_batch_that_is_being_made_hides_no_other(store: Store) -> None:
+    batch = queued(store, 1)
+    (store.directory / "owners" / OWNER / "batches" / new_id("batch_", time.time() + 1)).mkdir()
+    page = store.batches(OWNER, after="", limit=1)
+    assert [one.id for one in page.items if isinstance(one, Batch)] == [batch.id]
+    assert not page.has_more
+
+
 async def test_results_outlast_the_host_before_it_is_written_that_they_are_there(
     store: Store, run_of: Callable[[Ask], BatchRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:

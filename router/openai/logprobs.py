@@ -2,28 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 from router.request.request import TokenGiven
+from tandem.core.detokenizer import detokenizer_for
 from tandem.core.tokenizer import Tokenizer
 
 _LOWEST = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot hold
 
 
+class TextOffsets:
+    """Where the tokens of a text begin in it, in characters; one within a character begins where that does.
+
+    Told token by token: what one shows depends on those before it.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, before: Sequence[int] = (), shown_ids: Set[int] = frozenset(), *, begin: int = 0
+    ) -> None:
+        """
+        Args:
+            before: the tokens before the text's, whose characters are `begin`.
+            shown_ids: special tokens that are part of the text.
+        """
+        self._detokenizer = detokenizer_for(tokenizer, before, shown_ids)
+        self._num_chars = begin
+
+    def following(self, token_ids: Iterable[int]) -> list[int]:
+        """Those of the text's next tokens."""
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(self._num_chars)
+            self._num_chars += len(self._detokenizer.push(token_id))
+        return offsets
+
+
 def completion_logprobs(
-    tokenizer: Tokenizer, tokens: Sequence[TokenGiven], *, wants_top: bool, offset: int
+    tokenizer: Tokenizer, tokens: Sequence[TokenGiven], *, wants_top: bool, offsets: TextOffsets
 ) -> dict[str, Any]:
-    """`choices[].logprobs` of `/v1/completions`; `offset` is how many characters of output came before."""
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token_text(tokenizer, token.token_id))
+    """`choices[].logprobs` of `/v1/completions`; `offsets`: of the choice whose next tokens these are."""
     return {
         "tokens": [token_name(tokenizer, token.token_id) for token in tokens],
         "token_logprobs": [finite(token.logprob) for token in tokens],
         "top_logprobs": [_best(tokenizer, token) for token in tokens] if wants_top else None,
-        "text_offset": offsets,
+        "text_offset": offsets.following(token.token_id for token in tokens),
     }
 
 
@@ -37,13 +60,6 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenGiven]) -> dict[st
         for token in tokens
     ]
     return {"content": content, "refusal": None}
-
-
-def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """The characters that a token shows by itself; those of a special token or half a character are none."""
-    if tokenizer.is_special(token_id):
-        return ""
-    return tokenizer.token_bytes(token_id).decode("utf-8", "ignore")
 
 
 def token_name(tokenizer: Tokenizer, token_id: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from router.openai.logprobs import finite, token_name, token_text
+from router.openai.logprobs import TextOffsets, finite, token_name
 from router.openai.schema import ParsedRequest
 from router.request.request import Request
 from tandem.core.prompt_scores import TokenScore
@@ -35,15 +35,17 @@ class PromptPart:
         self._parsed = parsed
         self._tokenizer = tokenizer
         self.token_ids = request.prompt_ids
+        self._shown_ids = request.shown_ids
+
+    def offsets_behind(self) -> TextOffsets:
+        """Of a choice's tokens, in the text that begins with the prompt's part."""
+        return TextOffsets(self._tokenizer, self.token_ids, self._shown_ids, begin=len(self.text))
 
     @functools.cached_property
     def echoed_logprobs(self) -> dict[str, bytes | None]:
         """As `router.openai.logprobs.completion_logprobs`, of the prompt's tokens: elements of JSON arrays."""
         num_top = self._parsed.num_logprobs
-        offsets, offset = [], 0
-        for token_id in self.token_ids:
-            offsets.append(offset)
-            offset += len(token_text(self._tokenizer, token_id))
+        offsets = TextOffsets(self._tokenizer, shown_ids=self._shown_ids).following(self.token_ids)
         return {
             "tokens": _elements(token_name(self._tokenizer, token_id) for token_id in self.token_ids),
             "token_logprobs": _elements(score and finite(score.logprob) for score in self.scores),

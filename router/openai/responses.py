@@ -11,7 +11,7 @@ import orjson
 
 from router.openai.endpoint import Call, Setting
 from router.openai.fields import PromptBounds
-from router.openai.logprobs import chat_logprobs, completion_logprobs
+from router.openai.logprobs import TextOffsets, chat_logprobs, completion_logprobs
 from router.openai.prompt_part import PromptPart, array_of
 from router.openai.reasoning import reader_of
 from router.openai.schema import ParsedRequest, parse_chat, parse_completion
@@ -71,12 +71,12 @@ class _Choice:
     """What one choice of the answer has so far."""
 
     reader: Reader | None = None  # of its text; `None`: all of it is content
+    offsets: TextOffsets | None = None  # of its tokens, where they are told
     text: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     calls: list[Called] = field(default_factory=list)
     tokens: list[TokenGiven] = field(default_factory=list)
     finish_reason: str | None = None
-    num_chars: int = 0  # shown so far
     num_tokens: int = 0  # of what was streamed
     is_begun: bool = False
     plain_head: bytes = b""  # of a frame that says nothing but a text; once the choice is begun
@@ -99,8 +99,11 @@ class Answer:
         self._tells_logprobs = parsed.num_logprobs >= 0
         self._prompts = [PromptPart(parsed, request, tokenizer) for request in setting.requests]
         self._choices = [
-            _Choice(reader_of(parsed, request, setting.card, tokenizer) if self._is_chat else None)
-            for request in setting.requests
+            _Choice(
+                reader_of(parsed, request, setting.card, tokenizer) if self._is_chat else None,
+                prompt.offsets_behind() if self._tells_logprobs and not self._is_chat else None,
+            )
+            for request, prompt in zip(setting.requests, self._prompts, strict=True)
             for _ in range(parsed.num_choices)
         ]
         name = "chat.completion" if self._is_chat else "text_completion"
@@ -157,7 +160,7 @@ class Answer:
         text = prompt.text + "".join(choice.text)
         said = {"message": self._message(choice, text)} if self._is_chat else {"text": text}
         echoed = prompt if self._parsed.echo else None
-        shape = self._shape(number, said, choice.tokens, choice.finish_reason, offset=len(prompt.text), echoed=echoed)
+        shape = self._shape(number, said, choice.tokens, choice.finish_reason, choice.offsets, echoed=echoed)
         return shape if self._is_chat else shape | self._about_prompt(prompt)
 
     def _message(self, choice: _Choice, text: str) -> dict[str, Any]:
@@ -193,14 +196,12 @@ class Answer:
         if choice.reader is not None:
             return self._read_frames(number, choice, self._prompts[prompt], delta)
         if self._is_plain and choice.is_begun and delta.finish_reason is None and delta.text:
-            choice.num_chars += len(delta.text)
             return b"".join((choice.plain_head, orjson.dumps(delta.text), self._plain_tail))
         opening = b"" if choice.is_begun else self._opening(number, choice, self._prompts[prompt], delta)
         said: dict[str, Any] = {"text": delta.text}
         if self._is_chat:
             said = {"delta": {"content": delta.text} if delta.text else {}}
-        shape = self._shape(number, said, delta.tokens, delta.finish_reason, offset=choice.num_chars)
-        choice.num_chars += len(delta.text)
+        shape = self._shape(number, said, delta.tokens, delta.finish_reason, choice.offsets)
         if not self._tells_usage:
             return opening + self._frame(shape)
         choice.num_tokens += len(delta.tokens)
@@ -212,7 +213,6 @@ class Answer:
         key = b'"delta":{"content":' if self._is_chat else b'"text":'
         choice.plain_head = self._frame_head + b'{"index":%d,' % number + key
         prompt.scores = delta.prompt_scores or prompt.scores
-        choice.num_chars = len(prompt.text)
         ids = {"prompt_token_ids": prompt.shown_ids} if self._parsed.return_token_ids else {}
         usage = self._usage_so_far(prompt, choice)
         if self._is_chat:
@@ -222,7 +222,7 @@ class Answer:
         if not (self._parsed.echo or ids):
             return b""
         echoed = prompt if self._parsed.echo else None
-        shape = self._shape(number, {"text": prompt.text}, [], None, offset=choice.num_chars, echoed=echoed) | ids
+        shape = self._shape(number, {"text": prompt.text}, [], None, choice.offsets, echoed=echoed) | ids
         return self._frame(shape, usage)
 
     def _usage_so_far(self, prompt: PromptPart, choice: _Choice) -> dict[str, Any] | None:
@@ -247,7 +247,6 @@ class Answer:
                 {"delta": one},
                 delta.tokens if n == 0 else [],
                 reason if n == len(said) - 1 else None,
-                offset=0,
             )
             for n, one in enumerate(said)
         ]
@@ -281,27 +280,29 @@ class Answer:
         said: dict[str, Any],
         tokens: Sequence[TokenGiven],
         finish_reason: str | None,
+        offsets: TextOffsets | None = None,
         *,
-        offset: int,
         echoed: PromptPart | None = None,
     ) -> dict[str, Any]:
         """One choice with what it says.
 
         Args:
-            offset: characters of its text that stand before `tokens`.
+            offsets: the choice's, whose next tokens these are; of a completion, where log-probabilities are told.
             echoed: the prompt, where this says it too.
         """
-        logprobs = self._logprobs(tokens, offset=offset, echoed=echoed) if self._tells_logprobs else None
+        logprobs = self._logprobs(tokens, offsets, echoed=echoed) if self._tells_logprobs else None
         shape = {"index": number, **said, "logprobs": logprobs, "finish_reason": finish_reason}
         if self._parsed.return_token_ids:
             shape["token_ids"] = [token.token_id for token in tokens]
         return shape
 
-    def _logprobs(self, tokens: Sequence[TokenGiven], *, offset: int, echoed: PromptPart | None) -> dict[str, Any]:
-        if self._is_chat:
+    def _logprobs(
+        self, tokens: Sequence[TokenGiven], offsets: TextOffsets | None, *, echoed: PromptPart | None
+    ) -> dict[str, Any]:
+        if offsets is None:
             return chat_logprobs(self._tokenizer, tokens)
         wants_top = self._parsed.num_logprobs > 0
-        of_output = completion_logprobs(self._tokenizer, tokens, wants_top=wants_top, offset=offset)
+        of_output = completion_logprobs(self._tokenizer, tokens, wants_top=wants_top, offsets=offsets)
         if echoed is None:
             return of_output
         of_prompt = echoed.echoed_logprobs

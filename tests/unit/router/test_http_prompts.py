@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tandem.rpc.v1 import common_pb2
-from tests.support.router_site import Site, frames, in_background
+from tests.support.router_site import BOS, Site, frames, in_background
 
 MESSAGES = [{"role": "user", "content": "x"}]
 
@@ -83,6 +83,29 @@ def test_a_streamed_echo_joins_to_the_whole_one(site: Site, max_tokens: int) -> 
         for key, values in choice["logprobs"].items():
             assert [v for part in parts for v in part["logprobs"][key]] == values
         assert [part["finish_reason"] for part in parts][-1] == "length"
+
+
+@pytest.mark.parametrize("stop", [None, "é!?"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_within_a_character_begin_where_it_does(site: Site, stream: bool, stop: str | None) -> None:
+    """A token of this model is a byte. Text that may become a stop string is held back; its tokens are not."""
+    output = "😀é!é".encode()
+    site.prefill.script = site.decode.script = lambda prompt, choice, index: output[index]
+    answer = site.post(
+        prompt="Grüße", max_tokens=len(output), echo=True, logprobs=0, temperature=0, stop=stop, stream=stream
+    )
+    parts = [frame["choices"][0] for frame in frames(answer)] if stream else answer.json()["choices"]
+    text = "".join(part["text"] for part in parts)
+    assert text == "Grüße😀é!é"
+    offsets = [offset for part in parts for offset in part["logprobs"]["text_offset"]]
+    assert offsets == [number for number, char in enumerate(text) for _ in char.encode()]
+
+
+def test_special_tokens_that_are_shown_count_in_offsets(site: Site) -> None:
+    site.prefill.script = site.decode.script = lambda prompt, choice, index: [97, BOS, 98][index]
+    choice = choice_of(site, prompt="x", max_tokens=3, logprobs=0, skip_special_tokens=False)
+    assert choice["text"] == "a<s>b"
+    assert choice["logprobs"]["text_offset"] == [0, 1, 4]
 
 
 def test_prompt_log_probabilities_have_vllms_shape(site: Site) -> None:

@@ -34,9 +34,9 @@ class BatchLeader:
     async def stop(self) -> None:
         """End what is under way; another router goes on with it. May be called twice."""
         if self._leading is not None:
-            self._leading.cancel()
+            if not self._leading.cancelling():  # a second time would cut short what it ends
+                self._leading.cancel()
             await asyncio.wait({self._leading})
-            self._leading = None
         self._lease.close()
 
     def _lead(self) -> None:

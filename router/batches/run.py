@@ -82,7 +82,8 @@ class BatchRun:
             self._store.unqueue(batch.id)
             _log.info("batch %s is %s", batch.id, batch.status)
         finally:
-            self._disk.shutdown(wait=False)
+            # Whoever leads next opens the journal: nothing is written behind its back.
+            await asyncio.to_thread(self._disk.shutdown)
 
     async def _on_disk(self, work: Callable[[], _Result]) -> _Result:
         return await asyncio.get_running_loop().run_in_executor(self._disk, work)

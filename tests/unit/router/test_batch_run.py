@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from router.batches.journal import ResultsJournal
+from router.batches.leader import BatchLeader
 from router.batches.lines import LineRules
 from router.batches.records import Batch, StoredFile, new_id
 from router.batches.room import Room
@@ -92,6 +94,64 @@ async def test_a_result_that_is_on_its_way_to_the_disk_when_the_batch_is_cancell
     assert len(good) == ended.num_completed
     left = store.data_of(OWNER, ended.error_file_id).read_bytes().splitlines() if ended.error_file_id else []
     assert len(good) + len(left) == 3
+
+
+async def test_a_run_that_is_ended_has_written_all_when_another_may_begin(
+    store: Store, run_of: Callable[[Ask], BatchRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queued(store, 1)
+    may_go_on, has_begun, append = threading.Event(), asyncio.Event(), ResultsJournal.append
+    loop = asyncio.get_running_loop()
+
+    def append_late(journal: ResultsJournal, number: int, line: bytes, *, is_good: bool) -> None:
+        loop.call_soon_threadsafe(has_begun.set)
+        may_go_on.wait(LONG_S)
+        append(journal, number, line, is_good=is_good)
+
+    monkeypatch.setattr(ResultsJournal, "append", append_late)
+    run = run_of(answered)
+    running = asyncio.create_task(run.run())
+    async with asyncio.timeout(LONG_S):
+        await has_begun.wait()
+        running.cancel()
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert not running.done()
+        may_go_on.set()
+        await asyncio.wait({running})
+    assert ResultsJournal(run.folder.results, run.folder.progress, 1).has(0)
+
+
+async def test_a_leader_that_is_told_to_stop_twice_ends_what_is_under_way(
+    store: Store, run_of: Callable[[Ask], BatchRun]
+) -> None:
+    queued(store, 1)
+    is_asked, ends, may_end, has_ended = asyncio.Event(), asyncio.Event(), asyncio.Event(), False
+
+    async def ask(owner: str, endpoint: str, body: bytes, request_id: str) -> Answer:
+        nonlocal has_ended
+        is_asked.set()
+        try:
+            await asyncio.Event().wait()
+            raise AssertionError
+        finally:
+            ends.set()
+            await may_end.wait()
+            has_ended = True
+
+    leader = BatchLeader(store, lambda _: run_of(ask))
+    leader.start()
+    async with asyncio.timeout(LONG_S):
+        await is_asked.wait()
+        stops = [asyncio.create_task(leader.stop())]
+        await ends.wait()
+        stops.append(asyncio.create_task(leader.stop()))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert not any(stop.done() for stop in stops)
+        may_end.set()
+        await asyncio.gather(*stops)
+    assert has_ended
 
 
 def test_a_batch_that_is_being_made_hides_no_other(store: Store) -> None:

@@ -29,26 +29,25 @@ class ResultsJournal:
     """
 
     def __init__(self, results: Path, progress: Path, num_lines: int) -> None:
-        self.num_completed = self.num_failed = 0
-        # For each line of the input where its result begins in the file; `_NONE`: it has none.
-        self._begins = array("q", [_NONE]) * num_lines
+        self._results, self._num_lines = results, num_lines
         self._file = os.open(results, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-        self._size = self._recover(results)
+        self._recover()
         self._progress = os.open(progress, os.O_WRONLY | os.O_CREAT, 0o600)
         self._synced_s = time.monotonic()
         self._write_progress()
 
-    def _recover(self, results: Path) -> int:
-        """Read what is there; returns its size without the rest: from the first line on that is not whole."""
-        size = 0
-        with results.open("rb") as file:
+    def _recover(self) -> None:
+        """Read what is there, and cut off the rest: from the first line on that is not whole."""
+        self.num_completed = self.num_failed = self._size = 0
+        # For each line of the input where its result begins in the file; `_NONE`: it has none.
+        self._begins = array("q", [_NONE]) * self._num_lines
+        with self._results.open("rb") as file:
             for line in file:
-                if (entry := _ENTRY.match(line)) is None or int(entry[1]) >= len(self._begins):
-                    os.ftruncate(self._file, size)
+                if (entry := _ENTRY.match(line)) is None or int(entry[1]) >= self._num_lines:
+                    os.ftruncate(self._file, self._size)
                     break
-                self._note(int(entry[1]), size, is_good=entry[2] == b"+")
-                size += len(line)
-        return size
+                self._note(int(entry[1]), self._size, is_good=entry[2] == b"+")
+                self._size += len(line)
 
     def _note(self, number: int, begin: int, *, is_good: bool) -> None:
         if self._begins[number] == _NONE:
@@ -73,8 +72,18 @@ class ResultsJournal:
         os.fdatasync(self._file)
         self._synced_s = time.monotonic()
 
+    def settle(self) -> None:
+        """No more is appended: know all results, also those of a writer that lost the queue unseen. They outlast the
+        host's end then."""
+        self._recover()
+        self._write_progress()
+        self.sync()
+
     def in_order(self) -> Iterator[tuple[int, bool, bytes] | tuple[int, bool, None]]:
-        """For each line of the input its number, whether it was answered with 200, and its result, if it has one."""
+        """For each line of the input its number, whether it was answered with 200, and its result, if it has one.
+
+        Where another may have written too, after `settle`.
+        """
         with os.fdopen(os.dup(self._file), "rb") as file:
             for number, begin in enumerate(self._begins):
                 if begin == _NONE:

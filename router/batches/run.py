@@ -174,7 +174,7 @@ class BatchRun:
 
 def _stopped(batch: Batch, journal: ResultsJournal, becomes: str) -> Batch:
     """What is to be written of a batch that has stopped running. Blocks: its results outlast the host then, too."""
-    journal.sync()
+    journal.settle()
     return replace(
         batch,
         status="finalizing",

@@ -154,6 +154,21 @@ async def test_a_leader_that_is_told_to_stop_twice_ends_what_is_under_way(
     assert has_ended
 
 
+def test_results_of_a_writer_that_lost_the_queue_unseen_take_nobodys_place(tmp_path: Path) -> None:
+    results, progress = tmp_path / "results", tmp_path / "progress"
+    lost, leading = ResultsJournal(results, progress, 3), ResultsJournal(results, progress, 3)
+    lost.append(0, b'{"of": "lost 0"}', is_good=False)
+    leading.append(1, b'{"of": 1}', is_good=True)
+    lost.append(1, b'{"of": "lost 1"}', is_good=True)
+    leading.append(0, b'{"of": 0}', is_good=True)
+    leading.settle()
+    told = [(number, is_good, result and json.loads(result)["of"]) for number, is_good, result in leading.in_order()]
+    assert told == [(0, False, "lost 0"), (1, True, 1), (2, False, None)]
+    assert (leading.num_completed, leading.num_failed) == (1, 1)
+    lost.close()
+    leading.close()
+
+
 def test_a_batch_that_is_being_made_hides_no_other(store: Store) -> None:
     batch = queued(store, 1)
     (store.directory / "owners" / OWNER / "batches" / new_id("batch_", time.time() + 1)).mkdir()

@@ -28,6 +28,8 @@ _RETRY_AFTER_S = 5.0
 #: So much is collected before it goes to the disk, in a thread.
 _PIECE_BYTES = 1 << 20
 _MAX_VALUE_BYTES, _MAX_PARTS, _MAX_NAME_CHARS = 1024, 16, 255
+#: Of all of a form but the content of its file: parts, and what stands behind the last boundary.
+_MAX_FORM_BYTES = 64 << 10
 _FILE, _PURPOSE = "file", "purpose"
 
 
@@ -118,6 +120,7 @@ class _Form:
         self.filename, self.num_bytes, self.has_file = "", 0, False
         self._file, self._max_bytes = file, max_bytes
         self._part, self._num_parts, self._has_ended = _Part(), 0, False
+        self._num_read = 0  # bytes of all of the form
         callbacks: MultipartCallbacks = {
             "on_part_begin": self._part_begins,
             "on_header_field": self._header_field,
@@ -138,6 +141,9 @@ class _Form:
             self._parser.write(piece)
         except FormParserError as error:
             raise _malformed(error) from error
+        self._num_read += len(piece)
+        if self._num_read - self.num_bytes > _MAX_FORM_BYTES:
+            raise RequestTooLargeError(f"the form is larger than {_MAX_FORM_BYTES} bytes without its file")
 
     def end(self, piece: bytes) -> None:
         """The last piece; what came is on disk then. Raises as `feed` does."""

@@ -190,6 +190,18 @@ def test_a_file_that_is_too_large_is_refused(make_site: MakeSite, tmp_path: Path
     assert caught.value.status_code == 413
 
 
+def test_an_upload_ends_where_its_form_does(make_site: MakeSite, tmp_path: Path) -> None:
+    """Else a client that goes on sending for ever would keep a place for ever."""
+    site = make_site({"batches.directory": str(tmp_path)})
+    form = b"".join(
+        (HEAD, b'name="purpose"\r\n\r\nbatch\r\n', HEAD, b'name="file"; filename="a"\r\n\r\n{}\r\n--x--\r\n')
+    )
+    for behind, status in (b"\r\n", 200), (bytes(100_000), 413):
+        with site.http() as client:
+            answer = client.post("/v1/files", content=form + behind, headers={"content-type": FORM})
+        assert answer.status_code == status, answer.text
+
+
 @pytest.mark.parametrize(
     "left",
     [

@@ -12,6 +12,7 @@ digest: what belongs to another one is not found, since it is not looked for.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -77,7 +78,8 @@ class BatchFolder:
 
     def cancel(self) -> None:
         """Leave the mark; a second one changes nothing."""
-        self._cancel.touch()
+        with contextlib.suppress(FileExistsError):  # its time is that of the first
+            self._cancel.touch(exist_ok=False)
         sync_directory(self.path)
 
     def cancelled_at(self) -> int | None:

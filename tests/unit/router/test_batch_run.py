@@ -169,6 +169,14 @@ def test_results_of_a_writer_that_lost_the_queue_unseen_take_nobodys_place(tmp_p
     leading.close()
 
 
+def test_a_batch_was_cancelled_when_it_was_first(store: Store) -> None:
+    batch = queued(store, 1)
+    store.cancel(OWNER, batch.id)
+    (folder,) = store.queued()
+    os.utime(folder.path / "cancel", (1_700_000_000, 1_700_000_000))
+    assert store.cancel(OWNER, batch.id).cancelling_at == 1_700_000_000
+
+
 def test_a_batch_that_is_being_made_hides_no_other(store: Store) -> None:
     batch = queued(store, 1)
     (store.directory / "owners" / OWNER / "batches" / new_id("batch_", time.time() + 1)).mkdir()

@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import logging
 import re
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import suppress
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from fastapi.responses import HTMLResponse
 
 from router.lifecycle.context import RouterContext
-from router.observe.feed import Seen, joined, part_of
+from router.observe.feed import Seen, joined, part_of, read_part
 from router.workers.other_routers import OtherRouters
 from tandem.core.errors import InvalidRequestError, OverloadedError
+
+_log = logging.getLogger(__name__)
+Told = TypeVar("Told")
 
 MAX_WATCHERS = 32
 """Pages that one router feeds."""
@@ -51,6 +55,7 @@ class Live:
         # The workers as they were in this second.
         self._made_at, self._made = -1, orjson.Fragment(b"{}")
         self._over = asyncio.Event()
+        self._misread = set[tuple[str, str]]()  # routers and kinds of questions, of which the log tells
 
     def close(self) -> None:
         """The router leaves: no page is fed any more. A page then asks again, and meets another router."""
@@ -94,8 +99,7 @@ class Live:
         if self._others:
             told_before = {name: [point.second, point.num_ended] for name, point in seen.items()}
             asked = {"until": own["now"], "seen": told_before}
-            told = await self._others.ask(_PART, orjson.dumps(asked))
-            parts |= {name: orjson.loads(text) for name, text in told.items() if text}
+            parts |= self._read(_PART, await self._others.ask(_PART, orjson.dumps(asked)), read_part)
         return parts
 
     def _own_part(self, seen: Seen, until: int | None = None) -> dict[str, Any]:
@@ -113,7 +117,7 @@ class Live:
         found = self._own_requests(name)
         if not found:
             told = await self._others.ask(_REQUEST, name.encode())
-            found = [request for text in told.values() if text for request in orjson.loads(text)]
+            found = [request for part in self._read(_REQUEST, told, _read_requests).values() for request in part]
         if not found:
             raise UnknownRequestError(
                 f"no request {name!r} is remembered; x-request-id of an answer names it, and each router remembers "
@@ -125,7 +129,22 @@ class Live:
         now_s = self._context.clock.now()
         return [{**trace.describe(now_s), "router": self._name} for trace in self._context.recorder.find(name)]
 
-    # -- for other routers
+    # -- other routers
+
+    def _read(self, kind: str, told: Mapping[str, bytes | None], read: Callable[[bytes], Told]) -> dict[str, Told]:
+        """By router what it has told, without those that did not answer, or not what was asked: one of another version
+        takes nothing from what the others tell."""
+        found = {}
+        for name, text in told.items():
+            if text is None:
+                continue
+            try:
+                found[name] = read(text)
+            except ValueError as error:
+                if (name, kind) not in self._misread:
+                    self._misread.add((name, kind))
+                    _log.warning("%s does not answer %r as it is read here; no more is logged: %s", name, kind, error)
+        return found
 
     def _tell_part(self, question: bytes) -> bytes:
         try:
@@ -137,6 +156,13 @@ class Live:
 
     def _tell_requests(self, name: bytes) -> bytes:
         return orjson.dumps(self._own_requests(name.decode()))
+
+
+def _read_requests(text: bytes) -> list[dict[str, Any]]:
+    requests = orjson.loads(text)
+    if not isinstance(requests, list) or not all(isinstance(request, dict) for request in requests):
+        raise ValueError("these are no requests")
+    return requests
 
 
 _KEYS = orjson.OPT_NON_STR_KEYS

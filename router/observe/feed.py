@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 from router.observe.recorder import Recorder
 
 MAX_RUNNING = 200
@@ -26,6 +28,20 @@ class Seen:
     @staticmethod
     def of(part: Mapping[str, Any]) -> Seen:
         return Seen(part["now"], part["num_ended"])
+
+
+#: What a part holds, and of which kind each is.
+_PART: Mapping[str, type] = {
+    "router": str, "now": int, "num_running": int, "num_ended": int, "seconds": dict, "running": list, "ended": list,
+}  # fmt: skip
+
+
+def read_part(text: bytes) -> dict[str, Any]:
+    """What `part_of` made in another router. Raises `ValueError` for what is no part."""
+    part = orjson.loads(text)
+    if not isinstance(part, dict) or not all(isinstance(part.get(key), kind) for key, kind in _PART.items()):
+        raise ValueError("this is no part of a live page")
+    return part
 
 
 def part_of(recorder: Recorder, router: str, seen: Seen, now_s: float, until: int | None = None) -> dict[str, Any]:

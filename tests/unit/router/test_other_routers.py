@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -18,7 +18,7 @@ from router.observe.feed import Seen, part_of
 from router.observe.recorder import Recorder
 from router.observe.trace import Trace
 from router.server import RouterServer
-from router.workers.other_routers import OtherRouters
+from router.workers.other_routers import Answer, OtherRouters
 from tandem.core import config as configuration
 from tandem.rpc.guard import RoleGuard
 from tandem.rpc.v1.control_pb2 import OtherRouter
@@ -99,6 +99,20 @@ def test_one_that_has_ended_and_is_not_known_to_have_is_left_out(hosts: list[Hos
     assert first.serve_one()
 
 
+@asynccontextmanager
+async def beside(host: Host, answer: Answer) -> AsyncIterator[None]:
+    """The one other router that `host` knows of answers everything so."""
+    others = OtherRouters()
+    for kind in ("live part", "request"):
+        others.on_question(kind, answer)
+    control = RouterControl(None, others, Mock(), Mock(), Mock())  # type: ignore[arg-type]
+    server, port = await serve_control(control, RoleGuard(), "127.0.0.1", 0)
+    host.pool.others = [OtherRouter(name="mine", control_address=f"127.0.0.1:{port}")]
+    await asyncio.to_thread(host.pool.push)
+    yield
+    await server.stop(0)
+
+
 async def test_what_a_page_was_told_is_not_told_again_by_one_that_missed_a_question(
     hosts: list[Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,22 +134,27 @@ async def test_what_a_page_was_told_is_not_told_again_by_one_that_missed_a_quest
         return orjson.dumps(part_of(recorder, "mine", seen, 1.0), option=orjson.OPT_NON_STR_KEYS)
 
     end_one(1)
-    others = OtherRouters()
-    others.on_question("live part", tell)
-    control = RouterControl(None, others, Mock(), Mock(), Mock())  # type: ignore[arg-type]
-    server, port = await serve_control(control, RoleGuard(), "127.0.0.1", 0)
-    first = hosts[0]
-    first.pool.others = [OtherRouter(name="mine", control_address=f"127.0.0.1:{port}")]
-    await asyncio.to_thread(first.pool.push)
     ended: list[str] = []
-    async with httpx.AsyncClient() as client, client.stream("GET", f"{first.url}/v1/events", timeout=30) as events:
+    async with (
+        beside(hosts[0], tell),
+        httpx.AsyncClient(base_url=hosts[0].url, timeout=30) as client,
+        client.stream("GET", "/v1/events") as events,
+    ):
         async for line in events.aiter_lines():
             if line.startswith("data: "):
                 ended += [row["id"] for row in json.loads(line[6:])["ended"]]
             if "r#2" in ended:
                 break
-    await server.stop(0)
     assert ended == ["r#1", "r#2"]
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[1]", b'{"router": "mine"}', b"null"])
+async def test_one_that_answers_otherwise_takes_nothing_from_the_others(hosts: list[Host], text: bytes) -> None:
+    async with beside(hosts[0], lambda _: text), httpx.AsyncClient(base_url=hosts[0].url, timeout=30) as client:
+        assert (await client.get("/v1/requests/nobody")).status_code == 404
+        async with client.stream("GET", "/v1/events") as events:
+            line = await anext(line async for line in events.aiter_lines() if line.startswith("data: "))
+    assert [router["router"] for router in json.loads(line[6:])["routers"]] == ["router-0"]
 
 
 def test_one_that_is_no_member_any_more_is_not_asked(hosts: list[Host]) -> None:

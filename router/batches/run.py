@@ -39,12 +39,14 @@ _OK = 200
 
 @dataclass(frozen=True)
 class Answer:
-    """What a request came to. `body` is JSON; `retry_after_s` is 0 where the answer gives no time."""
+    """What a request came to. `body` is JSON; `retry_after_s` is 0 where the answer gives no time; `ignored_fields`
+    names those of the request that nobody knows."""
 
     status: int
     body: bytes
     is_retryable: bool = False
     retry_after_s: float = 0.0
+    ignored_fields: str = ""
 
 
 #: From owner, endpoint, body and request id to the answer, by the way that a body of HTTP goes.
@@ -168,6 +170,8 @@ class BatchRun:
             await self._room.back_off(_back_off_s(tried, answer.retry_after_s))
             tried += 1
         said = {"status_code": answer.status, "request_id": request_id, "body": orjson.Fragment(answer.body)}
+        if answer.ignored_fields:  # as the header of an answer says it
+            said["tandem-ignored-fields"] = answer.ignored_fields
         result = result_line(line.custom_id, said)
         await self._on_disk(lambda: journal.append(line.number, result, is_good=answer.status == _OK))
 

@@ -11,7 +11,7 @@ import orjson
 from starlette.types import Message, Scope
 
 from router.batches.run import Answer
-from router.http.exchange import Exchange
+from router.http.exchange import IGNORED_FIELDS, Exchange
 from router.openai.endpoint import Call, ReadBody
 from router.openai.fields import PromptBounds
 from router.request.request import BACKGROUND_PRIORITY
@@ -65,6 +65,6 @@ class Background:
             await self._exchanges[path](scope, receive, send)
         said = b"".join(parts)
         if status == 200:
-            return Answer(status, said)
+            return Answer(status, said, ignored_fields=headers.get(IGNORED_FIELDS.encode(), b"").decode())
         is_retryable = bool(orjson.loads(said)["error"]["retryable"])
         return Answer(status, said, is_retryable, float(headers.get(b"retry-after", b"0")))

@@ -48,6 +48,8 @@ _log = logging.getLogger(__name__)
 
 _PARENT = ("traceparent", "tracestate")  # W3C Trace Context
 _MAX_HEADER_CHARS = 1000
+#: The header that names fields of the body which nobody knows.
+IGNORED_FIELDS = "tandem-ignored-fields"
 _MAX_NAMED_ROLES = 8
 
 
@@ -265,7 +267,7 @@ def ignored_header(ignored_fields: Sequence[str]) -> dict[str, str]:
     if not ignored_fields:
         return {}
     names = ", ".join(ignored_fields)[:_MAX_HEADER_CHARS]
-    return {"tandem-ignored-fields": "".join(c if " " <= c <= "~" else "?" for c in names).strip(" ")}
+    return {IGNORED_FIELDS: "".join(c if " " <= c <= "~" else "?" for c in names).strip(" ")}
 
 
 def _prompt_header(group: PromptGroup) -> dict[str, str]:

@@ -64,6 +64,14 @@ def test_a_batch_is_answered_in_the_order_of_its_input(make_site: MakeSite, tmp_
     assert (bad["custom_id"], bad["response"]["status_code"]) == ("r20", 400)
 
 
+def test_fields_that_nobody_knows_are_named_in_the_result(make_site: MakeSite, tmp_path: Path) -> None:
+    client = make_site({"batches.directory": str(tmp_path)}).openai()
+    batch = ended(client, begun(client, lines({"prompt": "ab", "max_token": 3, "slo": {"x": 1}}, {"prompt": "ab"})))
+    first, second = (line["response"] for line in read(client, batch.output_file_id))
+    assert first["tandem-ignored-fields"] == "max_token, slo.x"
+    assert "tandem-ignored-fields" not in second
+
+
 def test_an_input_that_is_wrong_names_its_lines(make_site: MakeSite, tmp_path: Path) -> None:
     client = make_site({"batches.directory": str(tmp_path)}).openai()
     twice = lines({"prompt": "a"}) * 2

@@ -29,6 +29,11 @@ class TextOffsets:
         self._detokenizer = detokenizer_for(tokenizer, before, shown_ids)
         self._num_chars = begin
 
+    @property
+    def end(self) -> int:
+        """Where the last one ends, so far as that is certain."""
+        return self._num_chars
+
     def following(self, token_ids: Iterable[int]) -> list[int]:
         """Those of the text's next tokens."""
         offsets = []

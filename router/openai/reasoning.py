@@ -107,6 +107,10 @@ class ReasoningSplitter:
         self._held = text[keep:]
         return Parted(text[:keep], "")
 
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
     def flush(self) -> Parted:
         """No more text comes: what was held back is what it is."""
         held, self._held = self._held, ""
@@ -130,6 +134,10 @@ class ThinkingReader:
 
     def finish(self) -> list[Piece]:
         return [*self._pieces(self._splitter.flush()), *self._content.finish()]
+
+    @property
+    def num_held(self) -> int:
+        return self._splitter.num_held + self._content.num_held
 
     def _pieces(self, part: Parted) -> list[Piece]:
         thought: list[Piece] = [Thought(part.reasoning)] if part.reasoning else []

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from router.openai.endpoint import Setting
-from router.openai.logprobs import chat_logprobs
+from router.openai.logprobs import TextOffsets, chat_logprobs
 from router.openai.schema import ParsedRequest
 from router.request.request import Delta, TokenGiven, Usage
 from router.responses.output import Event, Output, is_reasoning
@@ -27,7 +27,11 @@ class Response:
         self._output = Output(setting.request_id)
         self._finish_reason: str | None = None
         self._num_reasoning_tokens = 0
-        self._untold: list[TokenGiven] = []  # tokens whose log-probabilities no text has brought yet
+        request = setting.requests[0]
+        self._offsets = TextOffsets(setting.tokenizer, request.prompt_ids, request.shown_ids)
+        self._num_chars = 0  # of the output, whatever became of them
+        # Tokens whose log-probabilities no text has brought yet, and where each begins and ends in the output.
+        self._untold: list[tuple[int, int, TokenGiven]] = []
         self._num_events = 0
         self._base = _base(parsed, given, setting)
 
@@ -65,21 +69,30 @@ class Response:
             self._finish_reason = delta.finish_reason
         if is_reasoning(pieces):
             self._num_reasoning_tokens += len(delta.tokens)
+        self._num_chars += len(delta.text)
         if self._tells_logprobs:
-            self._untold += delta.tokens
-        for piece in pieces:
+            begins = self._offsets.following(token.token_id for token in delta.tokens)
+            self._untold += zip(begins, [*begins[1:], self._offsets.end], delta.tokens, strict=True)
+        for number, piece in enumerate(pieces, start=1):
             logprobs: Sequence[Any] = ()
             if isinstance(piece, Said):
-                logprobs, self._untold = self._logprobs(self._untold), []
+                logprobs = self._logprobs_of(piece, is_last=number == len(pieces))
             yield from self._output.take(piece, logprobs)
         if pieces:  # those of reasoning and of calls are told nowhere
             self._untold = []
         if delta.finish_reason is not None:
             yield from self._output.end("incomplete" if delta.finish_reason == "length" else "completed")
 
-    def _logprobs(self, tokens: Sequence[TokenGiven]) -> Sequence[Any]:
+    def _logprobs_of(self, said: Said, *, is_last: bool) -> Sequence[Any]:
+        """Those of its tokens: before it there may be some that only part it from reasoning.
+
+        `is_last`: nothing follows it but what is not certain yet, so it is known where it stands.
+        """
         if not self._tells_logprobs:
             return ()
+        start = self._num_chars - self._reader.num_held - len(said.text) if is_last else 0
+        tokens = [token for begin, end, token in self._untold if begin >= start or end > start]
+        self._untold = []
         entries: list[Any] = chat_logprobs(self._setting.tokenizer, tokens)["content"]
         return entries
 

@@ -53,6 +53,11 @@ class HarmonyReader:
         self._window, self._header = "", ""
         return pieces
 
+    @property
+    def num_held(self) -> int:
+        """See `router.tools.pieces.Reader`."""
+        return len(self._window) + len(self._header or "")
+
     def _read_header(self) -> bool:
         """Whether there is more to read."""
         assert self._header is not None

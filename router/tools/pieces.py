@@ -87,6 +87,11 @@ class Reader(Protocol):
         """No more text comes: return the rest."""
         ...
 
+    @property
+    def num_held(self) -> int:
+        """Characters at the end of what was taken that are not certain yet."""
+        ...
+
 
 class PlainReader:
     """All text is the answer's."""
@@ -96,3 +101,7 @@ class PlainReader:
 
     def finish(self) -> Sequence[Piece]:
         return ()
+
+    @property
+    def num_held(self) -> int:
+        return 0

@@ -54,6 +54,11 @@ class MarkedReader:
         self._window = ""
         return pieces
 
+    @property
+    def num_held(self) -> int:
+        """See `router.tools.pieces.Reader`."""
+        return len(self._window) + sum(map(len, self._held))
+
     def _read_text(self, text: str, pieces: list[Piece]) -> str:
         """Up to the next block; gives what follows its opening."""
         window, self._window = self._window + text, ""

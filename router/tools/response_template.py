@@ -109,6 +109,11 @@ class TemplateReader:
             self._take(ended[1], pieces)
         return pieces
 
+    @property
+    def num_held(self) -> int:
+        """See `router.tools.pieces.Reader`."""
+        return sum(map(len, self._unread))
+
     def _new_parser(self, prefix: str) -> _Parser:
         return _Parser(self._template, prefix, self._tools)
 

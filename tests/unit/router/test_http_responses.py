@@ -198,6 +198,15 @@ def test_a_token_that_ends_reasoning_and_begins_the_answer_has_its_log_probabili
         assert [entry["token"] for entry in part["logprobs"]][:5] == ["m.</think>I", " ", "a", "m", "."]
 
 
+def test_tokens_that_part_reasoning_from_the_answer_have_no_place_in_it(tmp_path: Path) -> None:
+    with opened_tool_site(tmp_path, template=TOOL_TEMPLATE + "<think>{# </think> #}") as site:
+        says(site, "Hm.</think>Say <tool, é.")
+        asked: Any = {"include": ["message.output_text.logprobs"], "tools": [TOOL]}
+        told = [e["logprobs"] for e in events(site, **asked) if e["type"] == "response.output_text.delta"]
+        texts = [bytes(byte for entry in one for byte in entry["bytes"]) for one in told]
+        assert b"".join(texts).decode() == "Say <tool, é."
+
+
 @pytest.mark.parametrize(
     ("asked", "told"),
     [

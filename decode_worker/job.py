@@ -35,6 +35,7 @@ class DecodeJob(Attempt):
     journal: dict[int, list[int]]  # tokens that the client has, by choice; they are replayed, not sampled again
     scoring: PromptScoring | None = None  # of the prompt, where decode computes it
     cache_salt: str = ""
+    ended: set[int] = field(default_factory=set)  # choices of which nobody wants more
     is_cancelled: bool = False  # it was cancelled; its pages come back when the protocol says so
     may_be_wrong: bool = False  # what was handed off of it: no other request may find it
     is_new: bool = False  # handed off, and no step has computed a token of it yet

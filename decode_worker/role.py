@@ -194,6 +194,13 @@ class DecodeRole:
         self._has_changed = True
         self._driver.cancel(key)
 
+    def end_choice(self, key: AttemptKey, choice: int) -> None:
+        """Nobody wants more of this choice; the attempt goes on with the others."""
+        job = self.ledger.attempts.get(key)
+        if job is not None:
+            job.ended.add(choice)
+            self._to_runner(lambda: self._end_choices(job))
+
     def session_ended(self, session: int) -> None:
         """A router is gone: drop all attempts that it had started."""
         self._cancel_all(lambda job: job.session == session)
@@ -424,6 +431,13 @@ class DecodeRole:
             job.sequences = []
         self._pacing.first_steps_taken(int(job.is_new))
         job.is_new = False
+
+    def _end_choices(self, job: DecodeJob) -> None:
+        """Those of which nobody wants more leave the batch; where they are to come, they do not enter it."""
+        with self._lock:
+            if self.ledger.has(job) and job.state is AttemptState.RUNNING:
+                for sequence in [each for each in job.sequences if each.choice in job.ended]:
+                    self._tokens.end(job, sequence)
 
     def _drop(self, job: DecodeJob) -> None:
         """Drop an attempt whose result nobody needs, and whose KV may be wrong."""

@@ -139,9 +139,14 @@ class TokenBook:
         num_hidden: int,
     ) -> None:
         """Let choices into the batch that share the prompt's `pages`, behind `num_hidden` that no token sees any more;
-        each copies what it writes to."""
+        each copies what it writes to. Those of which nobody wants more stay out."""
+        wanted = {choice: output for choice, output in outputs.items() if choice not in job.ended}
+        if not wanted:
+            self.scheduler.pool.release(list(pages))
+            self.ledger.remove(job)
+            return
         self.ledger.set_state(job, AttemptState.RUNNING)
-        for num_entered, (choice, output) in enumerate(outputs.items()):
+        for num_entered, (choice, output) in enumerate(wanted.items()):
             if num_entered:
                 self.scheduler.pool.share(pages)
             self.scheduler.enter(job.begin_choice(choice, output, pages, num_published, num_hidden))
@@ -184,10 +189,11 @@ class TokenBook:
             if index >= first_index + num_noted:
                 choice.append(token.token_id)
             if self._give_out(job, sequence.choice, index, token, events) is not None:
-                self._end(job, sequence)
+                self.end(job, sequence)
                 return
 
-    def _end(self, job: DecodeJob, sequence: Sequence) -> None:
+    def end(self, job: DecodeJob, sequence: Sequence) -> None:
+        """Nothing more comes of a choice; the attempt ends with its last one."""
         job.sequences.remove(sequence)
         self.scheduler.pool.release(self.scheduler.retire(sequence))
         if not job.sequences:

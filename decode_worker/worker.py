@@ -173,6 +173,9 @@ class DecodeWorker:
                 key = AttemptKey(command.cancel.request_id, command.cancel.attempt)
                 discards = command.cancel.discards
                 self._to_driver(lambda: self.core.cancel(key, discards=discards))
+            case "end_choice":
+                end = command.end_choice
+                self._to_driver(lambda: self.core.end_choice(AttemptKey(end.request_id, end.attempt), end.choice))
             case other:
                 _log.warning("a router sent a command that this version does not know: %s", other)
 

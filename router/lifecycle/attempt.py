@@ -76,6 +76,7 @@ class Attempt:
         # Whether each choice was ended by a worker, which then holds nothing of it any more.
         # An earlier attempt's end is in the journal that this attempt's workers get.
         self._ended_at_worker = [choice.is_finished for choice in self._journal.choices]
+        self._told_to_end = set[int]()  # choices of which decode was told that nobody wants more
 
     async def run(self) -> None:
         """Begin, and follow the events until every choice has ended.
@@ -199,16 +200,26 @@ class Attempt:
         in_flight = self._in_flight
         if in_flight.life.state is not RequestState.DECODING or event.index == 0:
             return False
-        in_flight.take_token(event)
+        self._take(event)
         if self._journal.is_finished:  # by a stop string, or with tokens that had come early
             in_flight.inbox.put(events.ChoicesEnded())
         return True
+
+    def _take(self, token: TokenGiven) -> None:
+        """It goes to the client. Where it brings its choice to a stop string, decode need not go on with that one."""
+        self._in_flight.take_token(token)
+        choices, number = self._journal.choices, token.choice
+        if len(choices) == 1 or number >= len(choices) or self._journal.is_finished:
+            return
+        if choices[number].is_finished and not self._ended_at_worker[number] and number not in self._told_to_end:
+            self._told_to_end.add(number)
+            self._decode.send(wire.end_choice(self._request_id, self._number, number))
 
     def _token(self, token: TokenGiven) -> None:
         in_flight = self._in_flight
         if token.finish_reason is not None and token.choice < len(self._ended_at_worker):
             self._ended_at_worker[token.choice] = True
-        in_flight.take_token(token)
+        self._take(token)
         if in_flight.life.state in (RequestState.QUEUED, RequestState.PREFILLING) and not self._journal.is_finished:
             if not self._journal.has_first_tokens:
                 in_flight.reach(RequestState.PREFILLING)

@@ -76,6 +76,12 @@ def attach_grant(request_id: str, granted: events.Granted) -> prefill_pb2.Prefil
     return prefill_pb2.PrefillCommand(attach=attach)
 
 
+def end_choice(request_id: str, attempt: int, choice: int) -> decode_pb2.DecodeCommand:
+    """Nobody wants more of this choice of several."""
+    ended = decode_pb2.EndChoice(request_id=request_id, attempt=attempt, choice=choice)
+    return decode_pb2.DecodeCommand(end_choice=ended)
+
+
 def meet(decode: Iterable[common_pb2.WorkerInfo]) -> prefill_pb2.PrefillCommand:
     """Have prefill connect with these before a request needs them."""
     return prefill_pb2.PrefillCommand(meet=prefill_pb2.Meet(decode=decode))

@@ -25,25 +25,56 @@ class DecodeCommand(_message.Message):
 
     RESERVE_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    END_CHOICE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def reserve(self) -> Global___Reserve: ...
     @_builtins.property
     def cancel(self) -> _common_pb2.Cancel: ...
+    @_builtins.property
+    def end_choice(self) -> Global___EndChoice: ...
     def __init__(
         self,
         *,
         reserve: Global___Reserve | None = ...,
         cancel: _common_pb2.Cancel | None = ...,
+        end_choice: Global___EndChoice | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "reserve", b"reserve"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "end_choice", b"end_choice", "reserve", b"reserve"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "reserve", b"reserve"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "end_choice", b"end_choice", "reserve", b"reserve"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["reserve", "cancel"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["reserve", "cancel", "end_choice"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
 Global___DecodeCommand: _TypeAlias = DecodeCommand  # noqa: Y015
+
+@_typing.final
+class EndChoice(_message.Message):
+    """No more is wanted of one choice, which has come to a stop string; the others go on. Unknown ones change nothing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    attempt: _builtins.int
+    choice: _builtins.int
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        choice: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndChoice: _TypeAlias = EndChoice  # noqa: Y015
 
 @_typing.final
 class Reserve(_message.Message):

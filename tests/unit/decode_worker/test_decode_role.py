@@ -190,6 +190,58 @@ def test_a_step_may_give_several_tokens_and_what_follows_the_end_is_nobodys() ->
     world.assert_empty()
 
 
+def choices_of(world: World) -> list[int]:
+    return [event.choice for event in world.take() if isinstance(event, TokenSampled)]
+
+
+def test_a_choice_of_which_nobody_wants_more_leaves_the_batch_and_the_others_go_on() -> None:
+    world = World()
+    key = world.reserve(local=99, choices=3)
+    world.step()
+    assert choices_of(world) == [0, 1, 2]
+    world.role.end_choice(key, 1)
+    world.role.end_choice(key, 1)
+    world.role.end_choice(AttemptKey("nobody", 1), 0)
+    world.step()
+    assert choices_of(world) == [0, 2]
+    world.role.end_choice(key, 9)
+    while world.scheduler.running:
+        world.step()
+    assert choices_of(world).count(1) == 0
+    world.assert_empty()
+
+
+def test_a_choice_that_has_ended_before_it_could_enter_stays_out() -> None:
+    """Its first token was prefill's, or it had ended while its prompt was computed."""
+    world = World()
+    key = world.reserve(local=99, choices=2, num_tokens=40)
+    world.step()
+    world.role.end_choice(key, 0)
+    while not (given := choices_of(world)):
+        world.step()
+    assert given == [0, 1], "the first tokens are sampled together"
+    world.step()
+    assert choices_of(world) == [1]
+    world.step()
+    world.assert_empty()
+    world.take()
+    handed = world.reserve("handed")
+    (made,) = world.take()
+    assert isinstance(made, GrantMade)
+    world.role.end_choice(handed, 0)
+    assert world.hand_off(made.grant) is None
+    world.assert_empty()
+
+
+def test_where_nobody_wants_more_of_any_choice_the_attempt_has_ended() -> None:
+    world = World()
+    key = world.reserve(local=99, choices=2)
+    world.step()
+    for choice in (0, 1):
+        world.role.end_choice(key, choice)
+    world.assert_empty()
+
+
 def test_steps_with_prompts_beside_the_batch_are_counted_and_timed() -> None:
     world = World()
     world.step_s = 0.25

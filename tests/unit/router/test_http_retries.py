@@ -313,6 +313,17 @@ def test_no_worker_for_as_long_as_a_request_waits_is_an_error_frame(make_site: M
     assert "[DONE]" not in answer.text
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_decode_is_told_once_of_a_choice_that_has_come_to_a_stop_string(site: Site, n: int) -> None:
+    """While another one goes on: with the last one the attempt is cancelled, unless decode has ended each by itself."""
+    site.prefill.script = site.decode.script = lambda prompt, choice, index: (120 if choice == 0 else 97) + index
+    answer = in_background(site, n=n, stop=["z"], max_tokens=9).result().json()
+    assert [c["finish_reason"] for c in answer["choices"]] == ["stop", "length"][:n]
+    site.decode.wait_for("cancel" if n == 1 else "end_choice")
+    told = [c.end_choice.choice for c in site.decode.received if c.WhichOneof("command") == "end_choice"]
+    assert told == [0] * (n - 1)
+
+
 def test_a_retry_tells_the_workers_which_choices_have_ended(site: Site) -> None:
     """Choice 0 ends by a stop string, which no worker can know, before choice 1's worker is lost."""
     site.prefill.script = site.decode.script = lambda prompt, choice, index: (120 if choice == 0 else 97) + index
@@ -323,6 +334,8 @@ def test_a_retry_tells_the_workers_which_choices_have_ended(site: Site) -> None:
     site.decode.admit(reserve)
     site.decode.emit_all([site.decode._event(token=site.decode.token(reserve, choice, 1)) for choice in (0, 1)])
     site.until_metric("tandem_itl_seconds_count", 2)
+    end = site.decode.wait_for("end_choice")
+    assert (end.request_id, end.attempt, end.choice) == (reserve.request_id, 1, 0), "decode need not go on with it"
     site.decode.auto = True
     site.decode.fail(reserve.request_id, 1, "internal", retryable=True)
     again = site.decode.wait_for("reserve", 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -124,6 +125,8 @@ def _rows(path: Path, max_bytes: int) -> Iterator[tuple[int, bytes | None]]:
     with path.open("rb") as file:
         while raw := file.readline(max_bytes + 1):
             row += 1
+            if row == 1:
+                raw = raw.removeprefix(codecs.BOM_UTF8)  # editors on Windows write it
             if len(raw) > max_bytes and not raw.endswith(b"\n"):
                 while raw and not raw.endswith(b"\n"):
                     raw = file.readline(max_bytes)

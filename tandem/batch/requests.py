@@ -28,7 +28,7 @@ def read_requests(file: Path) -> list[AskedLine]:
     asked: list[AskedLine] = []
     seen: dict[str, int] = {}
     try:
-        with file.open(encoding="utf-8") as lines:
+        with file.open(encoding="utf-8-sig") as lines:
             for number, text in enumerate(lines, start=1):
                 if text.strip():
                     line = _line(text, f"{file}: line {number}")

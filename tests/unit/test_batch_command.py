@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 
 from tandem.batch.command import answer
-from tandem.batch.requests import read_answers
+from tandem.batch.requests import read_answers, read_requests
 from tandem.cli import main
 from tandem.core.errors import ConfigError, NotRunningError
 from tests.support.ports import free_port
@@ -52,6 +52,12 @@ def written(file: Path, **others: Any) -> Path:
     )
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return file
+
+
+def test_a_file_may_begin_with_the_mark_of_editors_on_windows(tmp_path: Path) -> None:
+    file = written(tmp_path / "requests.jsonl")
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert [line.custom_id for line in read_requests(file)] == [f"r{number}" for number in range(NUM)]
 
 
 def statuses(output: Path) -> list[tuple[str, int]]:

@@ -64,6 +64,12 @@ def test_a_batch_is_answered_in_the_order_of_its_input(make_site: MakeSite, tmp_
     assert (bad["custom_id"], bad["response"]["status_code"]) == ("r20", 400)
 
 
+def test_a_file_may_begin_with_the_mark_of_editors_on_windows(make_site: MakeSite, tmp_path: Path) -> None:
+    client = make_site({"batches.directory": str(tmp_path)}).openai()
+    batch = ended(client, begun(client, b"\xef\xbb\xbf" + lines({"prompt": "ab", "max_tokens": 3})))
+    assert [line["response"]["status_code"] for line in read(client, batch.output_file_id)] == [200]
+
+
 def test_fields_that_nobody_knows_are_named_in_the_result(make_site: MakeSite, tmp_path: Path) -> None:
     client = make_site({"batches.directory": str(tmp_path)}).openai()
     batch = ended(client, begun(client, lines({"prompt": "ab", "max_token": 3, "slo": {"x": 1}}, {"prompt": "ab"})))

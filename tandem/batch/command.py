@@ -89,11 +89,11 @@ def _by_batch(
             return None
         note.write_text(batch_id + "\n")
         print(f"batch {batch_id}; it goes on without this command", file=sys.stderr)
-    return _followed(server, batch_id, show)
+    return _followed(server, batch_id, note, show)
 
 
-def _followed(server: Server, batch_id: str, show: Show) -> dict[str, bytes]:
-    """Raises `ConfigError`: the batch failed; names its first lines that are wrong."""
+def _followed(server: Server, batch_id: str, note: Path, show: Show) -> dict[str, bytes]:
+    """Raises `ConfigError`: the batch failed, and the note of it is gone; names its first lines that are wrong."""
     num_unanswered = 0
     while True:
         try:
@@ -110,6 +110,7 @@ def _followed(server: Server, batch_id: str, show: Show) -> dict[str, bytes]:
                 break
         time.sleep(_LOOK_S)
     if batch["status"] == "failed":
+        note.unlink(missing_ok=True)  # the same command sends the file anew once it has been corrected
         wrong = [f"line {error['line']}: {error['message']}" for error in (batch["errors"] or {"data": []})["data"]]
         raise ConfigError(f"the server refuses the file: {'; '.join(wrong[:5])}")
     files = [batch[name] for name in ("output_file_id", "error_file_id") if batch[name]]

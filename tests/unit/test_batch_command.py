@@ -109,6 +109,19 @@ def test_a_batch_of_an_earlier_run_is_followed(make_site: Callable[..., Site], t
     assert len(client.batches.list().data) == 1
 
 
+def test_a_file_that_the_server_refused_is_sent_anew_when_it_has_been_corrected(
+    make_site: Callable[..., Site], tmp_path: Path
+) -> None:
+    site = make_site(**{"batches.directory": str(tmp_path / "batches")})
+    file, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    written(file, body={"model": "another", "prompt": "ab"})
+    with pytest.raises(ConfigError, match="the server refuses the file: line 1"):
+        answer(file, output, url=site.url, window="24h", directly=False, concurrency=4)
+    written(file)
+    assert answer(file, output, url=site.url, window="24h", directly=False, concurrency=4) == 1
+    assert statuses(output) == EXPECTED
+
+
 class Busy(BaseHTTPRequestHandler):
     """Refuses each request twice before it answers."""
 

@@ -41,6 +41,7 @@ class Server:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._parts = parts
         self._connection: http.client.HTTPConnection | None = None
+        self._aborted = False
 
     def send(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Answer:
         """Raises `NotRunningError`: nothing answers."""
@@ -51,7 +52,7 @@ class Server:
             return self._exchange(method, path, body, head)
         except (OSError, http.client.HTTPException) as error:
             self.close()
-            if not is_new and not isinstance(body, Iterator):  # the server may have closed what was open
+            if not (is_new or self._aborted or isinstance(body, Iterator)):  # the server may have closed what was open
                 return self.send(method, path, body, headers)
             why = str(error) or type(error).__name__
             raise NotRunningError(f"{self.url} does not answer: {why}", key="--url") from error
@@ -61,6 +62,8 @@ class Server:
             kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
             self._connection = kind(str(self._parts.hostname), self._parts.port, timeout=_CONNECT_S)
             self._connection.connect()
+            if self._aborted:  # while it was connected, or before
+                raise ConnectionAbortedError("it was broken off")
             self._connection.sock.settimeout(_ANSWER_S)
         prefix = self._parts.path.rstrip("/").removesuffix("/v1")
         self._connection.request(method, prefix + path, body, head)
@@ -68,7 +71,8 @@ class Server:
         return answer.status, answer.read(), {name.lower(): value for name, value in answer.getheaders()}
 
     def abort(self) -> None:
-        """End the exchange under way, if there is one; from any thread."""
+        """End the exchange under way, if there is one, and begin none any more; from any thread."""
+        self._aborted = True
         if (connection := self._connection) is not None and connection.sock is not None:
             with contextlib.suppress(OSError):  # it has ended by itself
                 connection.sock.shutdown(socket.SHUT_RDWR)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,10 +16,12 @@ import pytest
 
 from tandem.batch.command import answer
 from tandem.batch.requests import read_answers, read_requests
+from tandem.batch.server import Server
 from tandem.cli import main
 from tandem.core.errors import ConfigError, NotRunningError
 from tests.support.ports import free_port
 from tests.support.router_site import EOS, Site, opened_site, write_checkpoint
+from tests.support.waiting import LONG_S
 
 NUM = 30
 
@@ -150,6 +154,45 @@ def test_what_a_server_refuses_for_now_is_tried_again(tmp_path: Path) -> None:
         server.shutdown()
     assert statuses(tmp_path / "in.jsonl.answers.jsonl") == [("r0", 200)]
     assert list(Busy.seen.values()) == [3]
+
+
+class Slow(BaseHTTPRequestHandler):
+    """Answers the first request, and no other in time."""
+
+    protocol_version = "HTTP/1.1"
+    asked: ClassVar[queue.Queue[bytes]] = queue.Queue()
+    answers: ClassVar[threading.Event] = threading.Event()
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        self.asked.put(body)
+        if body != b"first":
+            self.answers.wait(LONG_S)
+        self.send_response(200)
+        self.send_header("content-length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+
+def test_a_request_that_is_broken_off_is_not_sent_again() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as site:
+        threading.Thread(target=site.serve_forever, daemon=True).start()
+        server = Server(f"http://127.0.0.1:{site.server_port}")
+        server.send("POST", "/v1/completions", b"first")
+        assert Slow.asked.get(timeout=LONG_S) == b"first"
+        with ThreadPoolExecutor(1) as pool:
+            sending = pool.submit(server.send, "POST", "/v1/completions", b"second")
+            assert Slow.asked.get(timeout=LONG_S) == b"second"
+            server.abort()
+            try:
+                with pytest.raises(NotRunningError):
+                    sending.result(LONG_S / 4)
+            finally:
+                Slow.answers.set()
+        with pytest.raises(NotRunningError):
+            server.send("POST", "/v1/completions", b"third")
+        assert Slow.asked.empty()
+        site.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,8 @@ def answer(file: Path, output: Path, *, url: str, window: str, directly: bool, c
     asked = read_requests(file)
     if output.exists():
         raise ConfigError(f"{output} is there already; remove it, or name another --output")
+    if not output.parent.is_dir():
+        raise ConfigError(f"{output.parent} is no directory; make it, or name another --output")
     server = Server(url)
     console = Console(stderr=True)
     try:
@@ -89,7 +91,13 @@ def _by_batch(
             return None
         note.write_text(batch_id + "\n")
         print(f"batch {batch_id}; it goes on without this command", file=sys.stderr)
-    return _followed(server, batch_id, note, show)
+    by_id = _followed(server, batch_id, note, show)
+    if (lacking := next((line.custom_id for line in asked if line.custom_id not in by_id), None)) is not None:
+        raise ConfigError(
+            f"batch {batch_id} has no answer to {lacking!r}: {file} was another when it was sent; remove {note} to "
+            "send it anew"
+        )
+    return by_id
 
 
 def _followed(server: Server, batch_id: str, note: Path, show: Show) -> dict[str, bytes]:
@@ -103,6 +111,10 @@ def _followed(server: Server, batch_id: str, note: Path, show: Show) -> dict[str
             num_unanswered += 1
             if num_unanswered > _MAX_UNANSWERED:
                 raise
+        except RefusedError as error:
+            if error.status != 404:
+                raise
+            raise ConfigError(f"{error.message}; remove {note} to send the file anew") from error
         else:
             counts = batch["request_counts"] or {"completed": 0, "failed": 0}
             show(counts["completed"] + counts["failed"], counts["failed"])

@@ -213,6 +213,36 @@ def test_a_line_that_is_wrong_is_named(tmp_path: Path, line: str, words: str) ->
         answer(tmp_path / "in.jsonl", tmp_path / "out", url="http://x", window="24h", directly=True, concurrency=1)
 
 
+def test_a_directory_for_the_answers_that_is_not_there_is_named_before_anything_is_sent(
+    make_site: Callable[..., Site], tmp_path: Path
+) -> None:
+    site, file = make_site(**{"batches.directory": str(tmp_path / "batches")}), written(tmp_path / "in.jsonl")
+    with pytest.raises(ConfigError, match="nowhere is no directory"):
+        answer(file, tmp_path / "nowhere" / "out", url=site.url, window="24h", directly=False, concurrency=1)
+    assert not site.openai().batches.list().data
+
+
+def test_a_file_that_is_not_the_one_of_its_batch_is_told_apart(make_site: Callable[..., Site], tmp_path: Path) -> None:
+    site = make_site(**{"batches.directory": str(tmp_path / "batches")})
+    client, file, output = site.openai(), written(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    stored = client.files.create(file=file, purpose="batch")
+    batch = client.batches.create(input_file_id=stored.id, endpoint="/v1/completions", completion_window="24h")
+    (tmp_path / "out.jsonl.batch").write_text(batch.id)
+    file.write_text(file.read_text().replace('"r1"', '"new"'))
+    with pytest.raises(ConfigError, match=f"batch {batch.id} has no answer to 'new'.*out.jsonl.batch"):
+        answer(file, output, url=site.url, window="24h", directly=False, concurrency=4)
+    assert not output.exists()
+
+
+def test_a_batch_that_the_server_does_not_know_is_told_with_what_helps(
+    make_site: Callable[..., Site], tmp_path: Path
+) -> None:
+    site = make_site(**{"batches.directory": str(tmp_path / "batches")})
+    (tmp_path / "out.batch").write_text("batch_gone")
+    with pytest.raises(ConfigError, match=r"batch_gone.*remove .*out.batch to send the file anew"):
+        answer(written(tmp_path / "in"), tmp_path / "out", url=site.url, window="1h", directly=False, concurrency=1)
+
+
 def test_a_server_that_is_not_there_is_named(tmp_path: Path) -> None:
     file = written(tmp_path / "in.jsonl")
     url = f"http://127.0.0.1:{free_port()}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import re
 import time
 from pathlib import Path
+from typing import BinaryIO
 
 _PROCESS = re.compile(r"(supervisor|watcher|router(-\d+)?|(prefill|decode)-\d+)\.log")
 _BLOCK_BYTES = 64 << 10
@@ -13,7 +15,8 @@ _LOOK_S = 0.2  # again at files that may have grown, which is no event
 
 
 class LogFiles:
-    """Reads each file on from where it was read before. Whole lines only.
+    """Reads each file on from where it was read before, or anew where it has been cut back since. Whole lines only, but
+    for those that are longer than what is read at once. Of a file that goes meanwhile nothing is read.
 
     Args:
         process: whose log alone is read; empty: all that lie there.
@@ -44,7 +47,7 @@ class LogFiles:
         return [process for process in self.processes() if self._process in ("", process)]
 
     def _read_tail(self, process: str, num_lines: int) -> tuple[bytes, int]:
-        with self._path(process).open("rb") as file:
+        with self._opened(process) as file:
             begin = end = file.seek(0, 2)
             block = b""
             while begin > 0 and block.count(b"\n") <= num_lines and len(block) < _MOST_BYTES:
@@ -56,15 +59,23 @@ class LogFiles:
         return whole, num_lines
 
     def _read_on(self, process: str) -> str:
-        with self._path(process).open("rb") as file:
-            file.seek(self._offsets.get(process, 0))
+        with self._opened(process) as file:
+            begin = self._offsets.get(process, 0)
+            if begin > file.seek(0, 2):
+                begin = 0
+            file.seek(begin)
             block = file.read(_MOST_BYTES)
         whole = block[: block.rfind(b"\n") + 1]
-        self._offsets[process] = self._offsets.get(process, 0) + len(whole)
+        if len(block) == _MOST_BYTES:  # the end of so long a line comes later
+            whole = whole or block
+        self._offsets[process] = begin + len(whole)
         return whole.decode(errors="replace")
 
-    def _path(self, process: str) -> Path:
-        return self._directory / f"{process}.log"
+    def _opened(self, process: str) -> BinaryIO:
+        try:
+            return (self._directory / f"{process}.log").open("rb")
+        except FileNotFoundError:
+            return io.BytesIO()
 
 
 def _end(text: bytes, num_lines: int) -> str:

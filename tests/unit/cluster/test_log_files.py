@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.cluster import log_files
 from tandem.cluster.log_files import LogFiles
 
 
@@ -70,3 +71,31 @@ def test_a_process_that_starts_later_is_read_from_its_beginning(directory: Path)
 def test_what_is_no_text_is_shown_all_the_same(directory: Path) -> None:
     (directory / "decode-0.log").write_bytes(b"a\xff\n")
     assert LogFiles(directory, "decode-0").tail(1) == {"decode-0": "a�\n"}
+
+
+def test_a_log_that_is_cut_back_is_read_from_its_beginning(directory: Path) -> None:
+    """As logrotate does by `copytruncate`: whoever writes by appending goes on in the same file."""
+    files = LogFiles(directory, "decode-0")
+    files.tail(1)
+    (directory / "decode-0.log").write_text("after\n")
+    assert files.more(0.0) == {"decode-0": "after\n"}
+
+
+def test_a_log_that_is_gone_keeps_nobody_from_the_others(directory: Path) -> None:
+    (directory / "decode-0.log").unlink()
+    (directory / "decode-0.log").symlink_to(directory / "nothing")
+    files = LogFiles(directory)
+    assert files.tail(1)["decode-0"] == ""
+    (directory / "prefill-0.log").write_text("after\n")
+    assert files.more(0.0) == {"prefill-0": "after\n"}
+
+
+def test_a_line_longer_than_what_is_read_at_once_comes_in_parts(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_files, "_MOST_BYTES", 1000)
+    files = LogFiles(directory, "decode-0")
+    files.tail(0)
+    with (directory / "decode-0.log").open("a") as log:
+        log.write("x" * 2500 + "\nnext\n")
+    assert "".join(files.more(0.0).get("decode-0", "") for _ in range(4)) == "x" * 2500 + "\nnext\n"

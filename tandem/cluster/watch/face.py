@@ -31,13 +31,19 @@ class Face:
     def read(self, path: str) -> Any:
         """A JSON answer. Raises as `_open` does."""
         with closing(self._connection()) as connection:
-            return json.loads(self._open(connection, path).read())
+            answer = self._open(connection, path)
+            try:
+                return json.loads(answer.read())
+            except (OSError, http.client.HTTPException) as error:
+                raise NotRunningError(f"{self.url} broke off its answer: {error}", key="--url") from error
+            except ValueError as error:
+                raise ConfigError(f"what answers at {self.url} is no Tandem of this version", key="--url") from error
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Of `/v1/events`, until the router leaves. Raises as `_open` does."""
+        """Of `/v1/events`, until the router leaves: in order, killed, or silent for long. Raises as `_open` does."""
         with closing(self._connection()) as connection:
             answer = self._open(connection, "/v1/events")
-            for line in answer:
+            while line := _next_line(answer):
                 if line.startswith(b"data: "):
                     yield json.loads(line[6:])
 
@@ -78,6 +84,15 @@ def find(where: Where, url: str | None) -> Face:
     if found is None:
         raise WorkerLostError("no router of the cluster serves now; `tandem status` says why")
     return Face(found)
+
+
+def _next_line(answer: http.client.HTTPResponse) -> bytes:
+    """Empty at its end, wherever that is: an event is a whole line."""
+    try:
+        line = answer.readline()
+    except (OSError, http.client.HTTPException):
+        return b""
+    return line if line.endswith(b"\n") else b""
 
 
 def escaped(name: str) -> str:

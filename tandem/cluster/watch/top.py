@@ -23,10 +23,11 @@ def top(face: Face, *, once: bool) -> int:
     """Until Ctrl-C, or until the router leaves; `once`: print what is, and return."""
     window, console = Window(), Console()
     if once or not sys.stdout.isatty():
-        state = next(face.events())
-        window.add(state)
-        console.print(screen(state, window, console.height if sys.stdout.isatty() else 100))
-        return 0
+        for state in face.events():
+            window.add(state)
+            console.print(screen(state, window, console.height if sys.stdout.isatty() else 100))
+            return 0
+        raise _left(face)
     try:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             for state in face.events():
@@ -34,7 +35,11 @@ def top(face: Face, *, once: bool) -> int:
                 live.update(screen(state, window, console.height), refresh=True)
     except KeyboardInterrupt:
         return 0
-    raise NotRunningError(f"the router at {face.url} has left; call this again to see the next one")
+    raise _left(face)
+
+
+def _left(face: Face) -> NotRunningError:
+    return NotRunningError(f"the router at {face.url} has left; call this again to see the next one")
 
 
 def screen(state: Mapping[str, Any], window: Window, height: int) -> RenderableType:

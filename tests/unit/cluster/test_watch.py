@@ -10,7 +10,9 @@ import pty
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -89,6 +91,45 @@ def test_what_cannot_be_shown_says_why(
 ) -> None:
     assert cli.main([argument.format(url=site.url) for argument in arguments]) in (1, 3)
     assert said in capsys.readouterr().err
+
+
+class Breaking(BaseHTTPRequestHandler):
+    """Answers in full what is no Tandem's, and breaks off what streams."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        if self.path == "/v1/events":
+            self.send_header("transfer-encoding", "chunked")
+            self.end_headers()
+            self.wfile.write(b"40\r\ndata: {")
+            self.close_connection = True
+            return
+        self.send_header("content-length", "6")
+        self.end_headers()
+        self.wfile.write(b"<html>")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["top", "--once"], "the router at {url} has left"),
+        (["top"], "the router at {url} has left"),
+        (["trace", "x"], "what answers at {url} is no Tandem of this version"),
+    ],
+)
+def test_an_answer_that_breaks_off_or_is_anothers_is_no_defect(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Breaking) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert cli.main([*arguments, "--url", url]) in (1, 3)
+        server.shutdown()
+    error = capsys.readouterr().err
+    assert said.format(url=url) in error
+    assert "defect" not in error
 
 
 def test_a_key_is_read_from_the_environment(

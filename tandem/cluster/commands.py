@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -50,6 +51,12 @@ NODE_WAIT_S = 20.0
 
 SERVE_END_TIMEOUT_S = 30.0
 """How long `tandem serve` may take to end its Ray once the cluster has stopped."""
+
+RESTART_S = 10.0
+"""How long Ray may take to start a supervisor again that has ended."""
+
+LOOK_S = 0.2
+"""Between two looks whether it listens, which is no event."""
 
 _MARKS = {"ok": ("ok", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "red")}
 
@@ -257,16 +264,48 @@ def _find(cluster: supervisor_pb2.Cluster, name: str) -> tuple[str, bool, str]:
 
 
 def _shut_down(target: Target, reporter: Reporter, *, now: bool, grace_s: float) -> None:
-    """Ask the supervisor. Where none answers, `tandem serve` ends its cluster, or is doing so already."""
+    """Ask the supervisor. Where none answers, `tandem serve` ends its cluster, or is doing so already.
+
+    Raises:
+        WorkerLostError: nobody ends it.
+    """
     try:
-        with supervisor(target) as stub:
-            stub.Shutdown(supervisor_pb2.ShutdownRequest(grace_s=grace_s), timeout=grace_s + 20.0)
+        _ask_to_stop(target, grace_s)
     except WorkerLostError as error:
-        reporter.line(error.message.partition(";")[0] + ".")
-        if target.file is None or (target.stage not in (None, Stage.STOPPING) and not now):
+        reporter.line(_without_advice(error) + ".")
+        if target.file is not None and target.stage is None:
+            _stop_without_serve(target, grace_s)
+            return
+        if target.file is None or (target.stage is not Stage.STOPPING and not now):
             raise
         if now:
             _interrupt_serve(target)
+
+
+def _ask_to_stop(target: Target, grace_s: float) -> None:
+    with supervisor(target) as stub:
+        stub.Shutdown(supervisor_pb2.ShutdownRequest(grace_s=grace_s), timeout=grace_s + 20.0)
+
+
+def _stop_without_serve(target: Target, grace_s: float) -> None:
+    """In a joined Ray, which starts a supervisor that has ended again, at the same port. Where nobody comes to listen
+    there, that Ray has ended, and the cluster with it."""
+    deadline_s = time.monotonic() + RESTART_S
+    while not statefile.listens(target.control_address):
+        if time.monotonic() >= deadline_s:
+            return
+        time.sleep(LOOK_S)
+    try:
+        _ask_to_stop(target, grace_s)
+    except WorkerLostError as error:
+        raise WorkerLostError(
+            f"{_without_advice(error)}; the cluster may go on: call this again, or end its Ray with `ray stop` on "
+            "every node"
+        ) from error
+
+
+def _without_advice(error: WorkerLostError) -> str:
+    return error.message.partition(";")[0]
 
 
 def _interrupt_serve(target: Target) -> None:

@@ -14,7 +14,7 @@ import pytest
 from state_files import cluster_file
 
 from tandem import cli
-from tandem.cluster import statefile
+from tandem.cluster import commands, statefile
 from tandem.core.errors import ConfigError
 from tests.support.imports import loaded_by
 
@@ -253,7 +253,10 @@ def test_a_supervisor_that_does_not_answer_is_named(capsys: pytest.CaptureFixtur
     assert "the supervisor at 127.0.0.1:1 does not answer (UNAVAILABLE" in capsys.readouterr().err
 
 
-def test_stop_forgets_a_cluster_that_is_gone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stop_forgets_a_cluster_that_is_gone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "RESTART_S", 0.1)
     statefile.write(cluster_file(started=1, local=False))
     assert cli.main(["stop"]) == 0
     assert "does not answer" in capsys.readouterr().out

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
 import pytest
+from state_files import cluster_file
 
+from tandem import cli
+from tandem.cluster import statefile
 from tandem.cluster.checks.preflight import Plan
 from tandem.cluster.serve import serve, stopping
 from tandem.cluster.serve.report import Reporter
@@ -177,3 +181,29 @@ async def test_a_time_that_is_none_is_refused(grace_s: float, spec: ClusterSpec)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         reply = await stub.Drain(supervisor_pb2.DrainRequest(worker_id="decode-0", timeout_s=grace_s), timeout=10)
         assert "--timeout is " in reply.error.message
+
+
+class Reborn(Face):
+    """Ends while it stops its cluster; the next one, at the same address, goes on with it."""
+
+    async def Shutdown(self, request: supervisor_pb2.ShutdownRequest, context: Any) -> supervisor_pb2.ShutdownReply:
+        self.code = None if self.graces else grpc.StatusCode.UNAVAILABLE
+        return await super().Shutdown(request, context)
+
+
+@pytest.mark.parametrize("options", [[], ["--now"]])
+@pytest.mark.parametrize("stops", [True, False])
+async def test_a_cluster_in_a_joined_ray_has_stopped_only_when_its_supervisor_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], stops: bool
+) -> None:
+    """Its `tandem serve` has been killed: nobody else would end it."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    face = Reborn() if stops else Face(grpc.StatusCode.INTERNAL)
+    async with serving(ADD, face) as port:
+        statefile.write(cluster_file(started=1, local=False, control_address=f"127.0.0.1:{port}"))
+        code = await asyncio.to_thread(cli.main, ["stop", *options])
+    said = capsys.readouterr()
+    assert code == (0 if stops else 1)
+    assert ("Stopped." in said.out) == stops
+    assert bool(statefile.running()) != stops
+    assert len(face.graces) == 2

@@ -54,7 +54,8 @@ def node_advice(cluster: supervisor_pb2.Cluster, target: str) -> list[str]:
     Args:
         target: the options that name the cluster.
     """
-    waiting = [worker for worker in cluster.workers if worker.member.state == "starting" and not worker.member.pid]
+    starting = [worker for worker in cluster.workers if worker.member.state == "starting"]
+    waiting = [worker for worker in starting if not worker.member.pid and not worker.awaits]
     if not waiting:
         return []
     counts = {pool.role: sum(worker.member.role == pool.role for worker in waiting) for pool in cluster.pools}

@@ -145,6 +145,7 @@ def _worker(slot: Slot, load: common_pb2.WorkerStatus | None, now: float) -> sup
         last_error=_error(slot.last_error),
         leaving=slot.leaving,
         build=_build(slot.build),
+        awaits=slot.awaits,
     )
 
 
@@ -162,6 +163,8 @@ def _detail(slot: Slot) -> str:
         return slot.note
     if slot.phase is Phase.READY and slot.successor:
         return f"drains when {slot.successor} is ready"
+    if slot.awaits:
+        return f"goes on in the process of {slot.awaits} once that has drained"
     if slot.phase is Phase.STARTING:
         return "loads the model" if slot.placement else f"waits for a node with a free `{slot.role}` in Ray"
     if slot.phase is Phase.DRAINING:

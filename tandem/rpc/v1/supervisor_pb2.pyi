@@ -199,6 +199,7 @@ class ClusterWorker(_message.Message):
     LAST_ERROR_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
     BUILD_FIELD_NUMBER: _builtins.int
+    AWAITS_FIELD_NUMBER: _builtins.int
     detail: _builtins.str
     """for people: what it waits for, or why it last ended"""
     failures: _builtins.int
@@ -207,6 +208,8 @@ class ClusterWorker(_message.Message):
     """seconds until it is started again; 0 unless it waits for that"""
     leaving: _builtins.bool
     """it is not replaced when it ends"""
+    awaits: _builtins.str
+    """the worker of the other pool whose process it gets once that has drained; or empty"""
     @_builtins.property
     def member(self) -> _control_pb2.Member: ...
     @_builtins.property
@@ -230,10 +233,11 @@ class ClusterWorker(_message.Message):
         last_error: _common_pb2.Error | None = ...,
         leaving: _builtins.bool = ...,
         build: Global___Build | None = ...,
+        awaits: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "last_error", b"last_error", "load", b"load", "member", b"member"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "detail", b"detail", "failures", b"failures", "last_error", b"last_error", "leaving", b"leaving", "load", b"load", "member", b"member", "retry_in_s", b"retry_in_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaits", b"awaits", "build", b"build", "detail", b"detail", "failures", b"failures", "last_error", b"last_error", "leaving", b"leaving", "load", b"load", "member", b"member", "retry_in_s", b"retry_in_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

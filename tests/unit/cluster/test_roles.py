@@ -6,10 +6,13 @@ import itertools
 
 import pytest
 
+from tandem.cluster.following import node_advice
 from tandem.cluster.supervisor import events as ev
 from tandem.cluster.supervisor.pools import PoolState
 from tandem.cluster.supervisor.slots import Phase, Policy, Slot
+from tandem.cluster.supervisor.wire import fill_cluster
 from tandem.core.identity import Role
+from tandem.rpc.v1 import supervisor_pb2
 
 NODE = ev.Placement("node-a", 100, "a")
 
@@ -310,3 +313,20 @@ def test_one_that_drains_already_may_be_taken_over_until_somebody_awaits_it() ->
     assert story.cluster.num_given_up(Role.PREFILL) == 0
     story.feed(ev.WantedChanged(Role.DECODE, 2))
     assert story.cluster.num_given_up(Role.DECODE) == 0
+
+
+def test_one_that_awaits_another_s_process_asks_for_no_node() -> None:
+    story = Story()
+    story.scale(1, 2)
+    told = supervisor_pb2.Cluster()
+    fill_cluster(told, story.cluster, {}, {}, story.now)
+    (heir,) = (worker for worker in told.workers if worker.member.worker_id == "decode-1")
+    assert heir.awaits == "prefill-1"
+    assert heir.detail == "goes on in the process of prefill-1 once that has drained"
+    assert node_advice(told, "") == []
+    story.exit("prefill-1")  # before it has drained
+    told = supervisor_pb2.Cluster()
+    fill_cluster(told, story.cluster, {}, {}, story.now)
+    (anew,) = (worker for worker in told.workers if worker.member.worker_id == "decode-1")
+    assert (anew.awaits, anew.detail) == ("", "waits for a node with a free `decode` in Ray")
+    assert node_advice(told, "")

@@ -140,6 +140,7 @@ class Adopted(OfProcess):
     placement: Placement | None = None
     draining: bool = False
     seat: Role | None = None  # the role that its process was started in; `None`: its own
+    url: str = ""  # where clients of a router go
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,8 @@ class PoolState:
     colocated: bool = False
     stopping: bool = False  # everything is being stopped, and nothing that ends is started again
     _published: _Published = ((), (), (), (), False, ())
+    # Before, nobody is told anything: who has not been adopted yet is not gone, and serves.
+    _is_open: bool = False
 
     def __post_init__(self) -> None:
         self.slots = SlotTable(self.policy)
@@ -66,6 +68,8 @@ class PoolState:
 
     def _publish(self, event: ev.Event) -> list[ev.Instruction]:
         """Tell the routers what has changed; one that drains serves requests too."""
+        if not self._is_open:
+            return []
         routers = [router for router in self.routers.values() if router.listens]
         serving = tuple(router.name for router in routers if router.phase is Phase.READY)
         shares = serving or self._published[2]  # while none serves, nobody's share has changed
@@ -182,6 +186,7 @@ class PoolState:
     # --- sizes ---------------------------------------------------------------------------------------------------
 
     def _open(self, intent: ev.Intent, now: float) -> list[ev.Instruction]:
+        self._is_open = True
         self.closing_s, self.colocated = intent.closing_s, intent.colocated
         self.sizes.open(intent)
         self.upgrade.wanted, self.upgrade.before = intent.build, intent.build_before
@@ -505,7 +510,7 @@ class PoolState:
         slot.placement, slot.heard_at = event.placement, now
         out = self._meet(event.placement) if event.placement else []
         if event.address:
-            slot.address = event.address
+            slot.address, slot.url = event.address, event.url
             slot.ready(now)
         return out + (self._dismiss(slot, now) if event.draining else [])
 

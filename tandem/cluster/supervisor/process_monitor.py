@@ -56,6 +56,7 @@ class FollowedProcess(ABC, Generic[_Stub]):
         self._tasks, self._heartbeat_s = following.tasks, following.heartbeat_s
         self._is_suspect = following.is_suspect
         self._stub: _Stub | None = None  # while it listens
+        self._found = asyncio.Event()  # it has listened, or has ended
         self._placement: ev.Placement | None = None  # once its process runs
         self._to_stop = asyncio.Event()
         self.heir: ProcessHandle | None = None  # the life that its process has begun in its place
@@ -66,6 +67,7 @@ class FollowedProcess(ABC, Generic[_Stub]):
         Not so when the supervisor itself is cancelled: then it lives on for the next supervisor to adopt.
         """
         end, proof = await self._live()
+        self._found.set()
         if self.heir is not None:  # the process lives on as another, who proves its end
             if proof is not None:
                 proof.cancel()
@@ -168,6 +170,7 @@ class FollowedProcess(ABC, Generic[_Stub]):
     async def _connected(self, address: str) -> AsyncIterator[None]:
         async with make_channel(address) as channel:
             self._stub = stub = self._make_stub(channel)
+            self._found.set()
             tasks = [self._tasks.create_task(work) for work in self._works(stub)]
             try:
                 yield

@@ -57,7 +57,9 @@ class FollowedRouter(FollowedProcess[_Stub]):
         self._to_publish.set()
 
     async def drain(self, timeout_s: float) -> None:
-        """Let it refuse new requests and end those under way, for at most `timeout_s`."""
+        """Let it refuse new requests and end those under way, for at most `timeout_s`. One that has been adopted is
+        not connected yet: it is awaited."""
+        await self._found.wait()
         if self._stub is None:
             return
         try:

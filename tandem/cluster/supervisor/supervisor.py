@@ -36,7 +36,7 @@ from tandem.rpc.v1 import common_pb2
 _log = logging.getLogger(__name__)
 
 FIND_TIMEOUT_S = 9.0
-"""How long a worker may take to tell its state before it is adopted; a call of the earlier supervisor may take 4 s of
+"""How long a process may take to tell its state before it is adopted; a call of the earlier supervisor may take 4 s of
 it. After that it counts as one that still starts, even if it is about to stop."""
 
 
@@ -231,7 +231,7 @@ class Supervisor:
             await self._closed.wait()
 
     async def _let_requests_end(self, grace_s: float) -> None:
-        """At every router. An adopted one is not connected yet: it is awaited."""
+        """At every router. One that starts is awaited: it may have been adopted, and serve."""
         try:
             async with asyncio.timeout(grace_s):
                 async for _ in self.changes():
@@ -350,26 +350,26 @@ class Supervisor:
 
     async def _adopt(self, memory: Memory) -> None:
         found = await asyncio.to_thread(self._launcher.find)
-        workers = [handle for handle in found.processes if handle.role in WORKER_ROLES]
-        await asyncio.gather(*(self._adopt_worker(handle) for handle in workers))
+        await asyncio.gather(*map(self._adopt_process, found.processes))
         for ended in found.ended:
             self._feed(ev.ProcessEnded(ended))
-        for handle in found.processes:
-            if handle.role is Role.ROUTER:
-                self._take(handle)
-                self._feed(ev.Adopted(handle.name, handle.incarnation))
         self._feed(ev.ClusterOpened(memory.intent or self._first))
         await self._remember()
         self.opened.set()
 
-    async def _adopt_worker(self, handle: ProcessHandle) -> None:
-        """Take over a worker that an earlier supervisor started, unless it has died meanwhile."""
+    async def _adopt_process(self, handle: ProcessHandle) -> None:
+        """Take over what an earlier supervisor started, unless it has died meanwhile."""
         adopted = ev.Adopted(handle.name, handle.incarnation)
         try:
             async with asyncio.timeout(FIND_TIMEOUT_S):
                 state = await handle.state()
             adopted = replace(
-                adopted, address=state.address, placement=state.placement, draining=state.draining, seat=handle.seat
+                adopted,
+                address=state.address,
+                placement=state.placement,
+                draining=state.draining,
+                seat=handle.seat,
+                url=state.url,
             )
         except TandemError as error:  # it has died, or Ray cannot tell: it must not live on beside its replacement
             _log.warning("%s cannot be adopted: %s", handle.name, error)

@@ -310,6 +310,29 @@ async def test_a_writer_that_is_suspected_before_it_is_adopted_is_killed_then(wo
         assert writer.was_killed
 
 
+async def test_routers_that_a_later_supervisor_adopts_hear_of_each_other_from_the_first_word_on(world: World) -> None:
+    """Else the one that answers first would take all that is shared for its own."""
+    first, second = [
+        await world.serve(ScriptedRouterProcess(name=f"router-{n}", incarnation=f"old-{n}", started=True))
+        for n in range(2)
+    ]
+    answer = second.state
+
+    async def late() -> ProcessState:
+        await world.heartbeats.wait()
+        return await answer()
+
+    second.state = late  # type: ignore[method-assign]
+    world.found = Found([first, second], [])
+    world.memory = Memory(7, Intent({Role.PREFILL: 1, Role.DECODE: 1, Role.ROUTER: 2}))
+    async with supervising(world, routers=2) as supervisor:
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
+        assert supervisor.cluster.routers["router-0"].url == first.url
+    told = first.memberships + second.memberships
+    assert {membership.num_routers for membership in told} == {2}
+    assert {len(membership.other_routers) for membership in told} == {1}
+
+
 async def test_a_later_supervisor_adopts_what_lives_and_forgets_what_died(world: World) -> None:
     alive, dead = [
         await world.serve(ScriptedWorkerProcess(name=f"prefill-{n}", incarnation=f"old-{n}", started=True))
@@ -532,6 +555,15 @@ async def test_a_shutdown_is_remembered_and_a_later_supervisor_ends_it(world: Wo
     world.memory = Memory(2, world.remembered)
     world.asked_to_drain.clear()
     second = Supervisor(world, wanted={}, heartbeat_s=0.1, policy=POLICY)
+    answer = world.routers[0].start
+
+    async def late() -> ProcessState:
+        await second.opened.wait()
+        for _ in range(20):  # turns of the loop, in which the shutdown goes on
+            await asyncio.sleep(0)
+        return await answer()
+
+    world.routers[0].start = late  # type: ignore[method-assign]
     task = asyncio.create_task(second.run())
     await asyncio.wait_for(world.asked_to_drain.wait(), LONG_S)
     world.requests_end.set()

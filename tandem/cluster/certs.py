@@ -65,8 +65,8 @@ def make_certificates(
         authority_key: file of the authority's key (default: `default_authority_key`).
 
     Raises:
-        ConfigError: the directory holds certificates and `force` is not set, `days` makes no sense, or the directory
-            cannot be written.
+        ConfigError: the directory holds certificates and `force` is not set, `days` makes no sense or is longer than
+            the authority lasts that is there, or the directory cannot be written.
     """
     now = datetime.now(UTC)
     if not 1 <= days <= _AUTHORITY_LIFE.days:
@@ -78,7 +78,9 @@ def make_certificates(
     try:
         for folder in (directory, key.parent):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = _find_authority(directory, key, now + timedelta(days=days))
+        found = _find_authority(directory, key, now)
+        if found is not None:
+            _check_outlives(found, directory, key, now, days)
         authority = found or _make_authority(now)
         files = _role_files(directory, authority, now, now + timedelta(days=days))
         if found is None:
@@ -119,8 +121,20 @@ def _check_key(directory: Path, key: Path, *, force: bool) -> None:
         )
 
 
-def _find_authority(directory: Path, key_path: Path, until: datetime) -> _Authority | None:
-    """The one that an earlier run made, where its key is still there and it outlives `until`."""
+def _check_outlives(authority: _Authority, directory: Path, key: Path, now: datetime, days: int) -> None:
+    """Raises `ConfigError`: what it signs for so long would outlast it."""
+    ends = authority.certificate.not_valid_after_utc
+    if now + timedelta(days=days) >= ends:
+        raise ConfigError(
+            f"--days is {days}, but the authority in {directory} ends on {ends:%Y-%m-%d}; give at most "
+            f"{(ends - now - timedelta(seconds=1)).days}, or delete {key} to make a new authority, which members of "
+            "the old one do not trust",
+            key="--days",
+        )
+
+
+def _find_authority(directory: Path, key_path: Path, now: datetime) -> _Authority | None:
+    """The one that an earlier run made, where its key is still there and it lasts for a day or more."""
     path = directory / AUTHORITY_FILE
     if not key_path.exists() or not path.exists():
         return None
@@ -131,7 +145,7 @@ def _find_authority(directory: Path, key_path: Path, until: datetime) -> _Author
         raise ConfigError(f"the authority in {directory} cannot be read: {error}; use another directory") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
         raise ConfigError(f"{key_path} is not the key of {path}; use another directory", key="DIR")
-    return _Authority(certificate, key) if certificate.not_valid_after_utc > until else None
+    return _Authority(certificate, key) if certificate.not_valid_after_utc > now + timedelta(days=1) else None
 
 
 def _make_authority(now: datetime) -> _Authority:

@@ -119,6 +119,15 @@ def test_renewed_by_the_same_authority_old_and_new_trust_each_other(copy: Path) 
     load_identity(copy, PeerRole.ROUTER)
 
 
+def test_a_renewal_that_would_outlast_the_authority_is_refused(copy: Path) -> None:
+    """Another one in its place would not be trusted by what runs."""
+    before = contents(copy)
+    with pytest.raises(ConfigError, match=r"--days is 3650, .* give at most 3649, or delete .*ca\.key"):
+        make_certificates(copy, days=3650, force=True)
+    assert contents(copy) == before
+    assert make_certificates(copy, days=3649, force=True).renewed
+
+
 def test_without_the_authoritys_key_a_new_authority_is_made(copy: Path) -> None:
     before = contents(copy)
     default_authority_key(copy).unlink()

@@ -20,10 +20,11 @@ class LogFiles:
 
     Args:
         process: whose log alone is read; empty: all that lie there.
+        holds: a text that lines must have to be among the last ones that `tail` gives.
     """
 
-    def __init__(self, directory: Path, process: str = "") -> None:
-        self._directory, self._process = directory, process
+    def __init__(self, directory: Path, process: str = "", holds: str = "") -> None:
+        self._directory, self._process, self._holds = directory, process, holds.encode()
         self._offsets: dict[str, int] = {}
 
     def processes(self) -> list[str]:
@@ -31,8 +32,8 @@ class LogFiles:
         return sorted(path.stem for path in self._directory.glob("*.log") if _PROCESS.fullmatch(path.name))
 
     def tail(self, num_lines: int) -> dict[str, str]:
-        """The last lines of each process, and where `more` goes on."""
-        return {process: _end(*self._read_tail(process, num_lines)) for process in self._wanted()}
+        """Of the last lines of each process those that are asked for; `more` goes on behind them."""
+        return {process: self._read_tail(process, num_lines) for process in self._wanted()}
 
     def more(self, wait_s: float) -> dict[str, str]:
         """What has come since, after at most `wait_s` if nothing has. A file that is new is read from its beginning."""
@@ -46,17 +47,28 @@ class LogFiles:
     def _wanted(self) -> list[str]:
         return [process for process in self.processes() if self._process in ("", process)]
 
-    def _read_tail(self, process: str, num_lines: int) -> tuple[bytes, int]:
+    def _read_tail(self, process: str, num_lines: int) -> str:
+        found: list[bytes] = []  # the newest first
+        num_seen = num_bytes = 0
+        half: bytes | None = None  # of a line, at the end; `None`: not known yet
+        rest = b""  # before the lines that were seen, as far as it has been read
         with self._opened(process) as file:
             begin = end = file.seek(0, 2)
-            block = b""
-            while begin > 0 and block.count(b"\n") <= num_lines and len(block) < _MOST_BYTES:
+            while begin > 0 and num_seen <= num_lines and num_bytes + len(rest) < _MOST_BYTES:
                 step = min(_BLOCK_BYTES, begin)
                 begin = file.seek(begin - step)
-                block = file.read(step) + block
-        whole = block[: block.rfind(b"\n") + 1]
-        self._offsets[process] = end - len(block) + len(whole)
-        return whole, num_lines
+                rest, *lines = (file.read(step) + rest).split(b"\n")
+                if half is None and lines:
+                    half = lines.pop()
+                if begin == 0 and half is not None:
+                    lines = [rest, *lines]
+                for line in reversed(lines):
+                    num_seen += 1
+                    if num_seen <= num_lines and self._holds in line:
+                        found.append(line + b"\n")
+                        num_bytes += len(line)
+        self._offsets[process] = end - len(rest if half is None else half)
+        return b"".join(reversed(found)).decode(errors="replace")
 
     def _read_on(self, process: str) -> str:
         with self._opened(process) as file:
@@ -76,8 +88,3 @@ class LogFiles:
             return (self._directory / f"{process}.log").open("rb")
         except FileNotFoundError:
             return io.BytesIO()
-
-
-def _end(text: bytes, num_lines: int) -> str:
-    lines = text.splitlines(keepends=True)
-    return b"".join(lines[max(0, len(lines) - num_lines) :]).decode(errors="replace")

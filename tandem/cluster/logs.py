@@ -30,8 +30,8 @@ class Logs(Protocol):
 class _HereLogs:
     """Those of a cluster whose processes all run on this host."""
 
-    def __init__(self, directory: Path, process: str) -> None:
-        self._files = LogFiles(directory, process)
+    def __init__(self, directory: Path, process: str, request_id: str) -> None:
+        self._files = LogFiles(directory, process, holds=request_id)
 
     def processes(self) -> list[str]:
         return self._files.processes()
@@ -51,7 +51,7 @@ def logs(where: Where, process: str, *, num_lines: int, follow: bool, request_id
         ConfigError: there is no such cluster, or no such log.
         WorkerLostError: its supervisor does not answer.
     """
-    with _open(where, process) as found:
+    with _open(where, process, request_id) as found:
         there = found.processes()
         if process and process not in there:
             raise ConfigError(f"there is no log of {process}; there are those of {', '.join(there)}", key="WORKER")
@@ -63,12 +63,12 @@ def logs(where: Where, process: str, *, num_lines: int, follow: bool, request_id
 
 
 @contextmanager
-def _open(where: Where, process: str) -> Iterator[Logs]:
+def _open(where: Where, process: str, request_id: str) -> Iterator[Logs]:
     target = find_started(where)
     with supervisor(target) as stub:
         cluster = stub.GetCluster(supervisor_pb2.GetClusterRequest(), timeout=TIMEOUT_S)
     if target.file is not None and target.file.local:
-        yield _HereLogs(Path(cluster.log_directory), process)
+        yield _HereLogs(Path(cluster.log_directory), process, request_id)
         return
     from tandem.cluster.ray.home import join_ray, leave_ray
 
@@ -76,7 +76,7 @@ def _open(where: Where, process: str) -> Iterator[Logs]:
     try:
         from tandem.cluster.ray.node_logs import NodeLogs
 
-        found = NodeLogs(cluster.log_directory, process)
+        found = NodeLogs(cluster.log_directory, process, request_id)
         for address in found.unread:
             print(f"the logs on {address} cannot be read: the node does not answer", file=sys.stderr)
         yield found

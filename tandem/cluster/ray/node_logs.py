@@ -22,9 +22,9 @@ _WAIT_S = 30.0
 class LogActor(LogFiles):
     """`directory`: empty where the node's Ray has the logs."""
 
-    def __init__(self, directory: str, process: str) -> None:
+    def __init__(self, directory: str, process: str, holds: str = "") -> None:
         self._place = Path(directory) if directory else own_log_directory()
-        super().__init__(self._place, process)
+        super().__init__(self._place, process, holds)
 
     def place(self) -> str:
         """The same for two nodes that have one directory."""
@@ -38,10 +38,10 @@ class NodeLogs:
         unread: addresses of nodes that did not answer.
     """
 
-    def __init__(self, directory: str, process: str) -> None:
+    def __init__(self, directory: str, process: str, holds: str = "") -> None:
         self.unread: list[str] = []
         nodes = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
-        made = {node_id: _make(node_id, directory, process) for node_id in nodes}
+        made = {node_id: _make(node_id, directory, process, holds) for node_id in nodes}
         self._actors: dict[str, Any] = {}  # by place
         for node_id, actor in made.items():
             try:
@@ -67,7 +67,7 @@ class NodeLogs:
                 asked[actor.more.remote(_WAIT_S)] = actor
 
 
-def _make(node_id: str, directory: str, process: str) -> Any:
+def _make(node_id: str, directory: str, process: str, holds: str) -> Any:
     """Not detached: it ends with this process."""
     on_node = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    return ray.remote(LogActor).options(num_cpus=0, scheduling_strategy=on_node).remote(directory, process)
+    return ray.remote(LogActor).options(num_cpus=0, scheduling_strategy=on_node).remote(directory, process, holds)

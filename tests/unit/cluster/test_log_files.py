@@ -38,6 +38,20 @@ def test_long_logs_are_read_from_their_end(directory: Path) -> None:
     assert LogFiles(directory, "decode-0").tail(1000)["decode-0"] == "".join(lines[-1000:])
 
 
+def test_lines_that_hold_a_text_are_found_beyond_what_is_given_at_once(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_files, "_MOST_BYTES", 1 << 16)
+    lines = [f"{n} {'of mine ' * (n in (7, 1500, 2999))}{'x' * 200}\n" for n in range(3000)]
+    (directory / "decode-0.log").write_text("".join(lines) + "half of mine")
+    files = LogFiles(directory, "decode-0", holds="of mine")
+    assert files.tail(2999)["decode-0"].split("\n") == [lines[n].rstrip("\n") for n in (7, 1500, 2999)] + [""]
+    assert files.tail(1500)["decode-0"] == lines[1500] + lines[2999]
+    with (directory / "decode-0.log").open("a") as log:
+        log.write(", and its rest\n")
+    assert files.more(0.0) == {"decode-0": "half of mine, and its rest\n"}
+
+
 def test_what_comes_is_given_once_and_in_whole_lines(directory: Path) -> None:
     files = LogFiles(directory, "decode-0")
     files.tail(1)

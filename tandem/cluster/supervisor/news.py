@@ -21,15 +21,19 @@ class Ends:
     newest: tuple[str, ...] = ()
 
     def note(self, workers: Mapping[str, Slot], ended: Iterable[str]) -> list[ev.Instruction]:
-        """Every other worker may have exchanged pages with those that have ended."""
+        """Every other worker may have exchanged pages with those that have ended; each is told of all in one call."""
+        ended = tuple(ended)
+        fresh = [life for life in ended if life not in self.newest]
+        self.newest = (*self.newest, *fresh)[-MAX_ENDED:]
         out: list[ev.Instruction] = []
-        for life in ended:
-            if life not in self.newest:
-                self.newest = (*self.newest, life)[-MAX_ENDED:]
-            others = [slot for slot in workers.values() if slot.phase is not Phase.WAITING and slot.incarnation != life]
-            for slot in others:
+        for slot in workers.values() if ended else ():
+            others = tuple(life for life in ended if life != slot.incarnation)
+            if slot.phase is Phase.WAITING or not others:
+                continue
+            for life in others:
                 slot.owe(life)
-            out += [ev.NoteEnded(slot.name, slot.incarnation, (life,)) for slot in others if slot.listens]
+            if slot.listens:
+                out.append(ev.NoteEnded(slot.name, slot.incarnation, others))
         return out
 
 

@@ -174,6 +174,18 @@ def test_the_end_of_what_ran_on_a_host_is_told_to_all_when_the_host_is_back_unde
     assert story.cluster.intent.unproven == {}
 
 
+def test_each_worker_is_told_at_once_of_all_that_a_host_proves_which_is_back() -> None:
+    story = Story(decode=2, nodes=3)
+    for name in ("prefill-0", "decode-0", "decode-1"):
+        story.start(name)
+    boot = HostBoot("10.0.0.d0", "d0", "b1")
+    for lost in ("one", "another"):
+        story.feed(EndUnproven(lost, boot))
+    told = story.feed(NodeMet("d0-again", HostBoot("10.0.0.d0", "d0", "b2")))
+    assert sorted(of(NoteEnded, told)) == ["decode-0", "decode-1", "prefill-0"]
+    assert {step.ended for step in told if isinstance(step, NoteEnded)} == {("one", "another")}
+
+
 def test_a_worker_that_starts_on_the_host_that_is_back_proves_the_same() -> None:
     story = Story(decode=1, nodes=1)
     for name in ("prefill-0", "decode-0"):

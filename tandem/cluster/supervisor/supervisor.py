@@ -301,7 +301,7 @@ class Supervisor:
             case ev.DrainProcess(), FollowedRouter() as router:
                 router.leave()
             case ev.NoteEnded() as note, FollowedWorker() as worker:
-                self._spawn(worker.note_ended(note.ended))
+                worker.note_ended(note.ended)
             case ev.PublishMembership() as news, FollowedRouter() as router:
                 router.publish(news)
             case ev.StopProcess(then=ev.NextLife() as then), FollowedWorker() as worker:

@@ -26,6 +26,8 @@ class FollowedWorker(FollowedProcess[_Stub]):
         super().__init__(handle, following)
         self.load: common_pb2.WorkerStatus | None = None  # its last report
         self._to_drain = asyncio.Event()
+        self._ended: dict[str, None] = {}  # whose end it is to be told of, oldest first
+        self._to_note = asyncio.Event()
         self._then: ev.NextLife | None = None
 
     def change_role(self, then: ev.NextLife) -> None:
@@ -37,16 +39,10 @@ class FollowedWorker(FollowedProcess[_Stub]):
         """Let it take no new work; `Drained` is fed once it holds nothing any more."""
         self._to_drain.set()
 
-    async def note_ended(self, ended: tuple[str, ...]) -> None:
-        """One try; the next heartbeat repeats it if need be."""
-        if self._stub is None:
-            return
-        try:
-            await self._stub.NoteEnded(control_pb2.NoteEndedRequest(incarnations=ended), timeout=self._heartbeat_s)
-        except grpc.aio.AioRpcError as error:
-            _log.warning("%s was not told of %d ended processes: %s", self.name, len(ended), error.code())
-        else:
-            self._feed(ev.EndingsTaken(self.name, self.incarnation, ended))
+    def note_ended(self, ended: tuple[str, ...]) -> None:
+        """Tell it, in one call with what else comes until that begins; the next heartbeat repeats it if need be."""
+        self._ended |= dict.fromkeys(ended)
+        self._to_note.set()
 
     async def _prove_end(self) -> bool:
         if proven := await super()._prove_end():
@@ -59,7 +55,7 @@ class FollowedWorker(FollowedProcess[_Stub]):
         return control_pb2_grpc.WorkerControlStub(channel)
 
     def _works(self, stub: _Stub) -> list[Coroutine[Any, Any, None]]:
-        return [*super()._works(stub), self._drain_when_asked(stub)]
+        return [*super()._works(stub), self._drain_when_asked(stub), self._note_for_ever(stub)]
 
     async def _ask_status(self, stub: _Stub) -> None:
         self.load = load = await stub.Status(control_pb2.StatusRequest(), timeout=self._heartbeat_s)
@@ -87,3 +83,20 @@ class FollowedWorker(FollowedProcess[_Stub]):
         await self._to_drain.wait()
         if await self._is_answered(lambda: stub.Drain(control_pb2.DrainWorkerRequest()), "drain"):
             self._feed(ev.Drained(self.name, self.incarnation))
+
+    async def _note_for_ever(self, stub: _Stub) -> None:
+        """One call at a time: where many have ended at once, a call for each to each of many workers would keep the
+        supervisor from their heartbeats."""
+        while True:
+            await self._to_note.wait()
+            self._to_note.clear()
+            if not (ended := tuple(self._ended)):  # a heartbeat has repeated what it has just taken
+                continue
+            try:
+                await stub.NoteEnded(control_pb2.NoteEndedRequest(incarnations=ended), timeout=self._heartbeat_s)
+            except grpc.aio.AioRpcError as error:
+                _log.warning("%s was not told of %d ended processes: %s", self.name, len(ended), error.code())
+            else:
+                self._feed(ev.EndingsTaken(self.name, self.incarnation, ended))
+                for life in ended:
+                    del self._ended[life]

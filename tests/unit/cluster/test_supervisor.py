@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tandem.cluster.supervisor.events import INSTALLED, Build, Intent
+from tandem.cluster.supervisor.events import INSTALLED, Build, Intent, ProcessEnded
 from tandem.cluster.supervisor.handles import Found, Memory, ProcessState
 from tandem.cluster.supervisor.router_monitor import ERRORS_INTERVAL_S
 from tandem.cluster.supervisor.slots import Phase
@@ -542,6 +542,18 @@ async def test_a_second_call_shortens_the_grace(world: World) -> None:
         patient = await patient_shutdown(world, supervisor)
         await asyncio.wait_for(supervisor.shut_down(grace_s=0), LONG_S)
         await asyncio.wait_for(asyncio.gather(patient, run), LONG_S)
+
+
+async def test_a_worker_is_told_of_many_ends_in_few_calls(world: World) -> None:
+    """Else a node that goes with many workers costs as many calls as there are pairs of workers."""
+    async with supervising(world, prefill=1, decode=2) as supervisor:
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
+        ended = [f"ended-{n}" for n in range(50)]
+        for life in ended:
+            supervisor._feed(ProcessEnded(life))
+        await world.until_noted(lambda: sum(len(set(note)) for note in world.notes) >= 3 * len(ended))
+        assert set().union(*world.notes) == set(ended)
+        assert len(world.notes) <= 2 * 3
 
 
 async def test_a_shutdown_is_remembered_and_a_later_supervisor_ends_it(world: World) -> None:

@@ -63,8 +63,9 @@ def _measured(options: argparse.Namespace) -> int:
     if not advice.runs:
         raise KeyboardInterrupt
     found = verdict(figures_of(clusters, advice.runs), options.margin)
-    _tell(options, clusters, advice.runs, slo, found, was_interrupted=was_interrupted)
+    _tell(clusters, advice.runs, slo, found, was_interrupted=was_interrupted)
     _write(options, clusters, advice.runs, slo, found, advice.cut, was_interrupted=was_interrupted)
+    _plot(options, clusters, advice.runs, found)
     return INTERRUPTED if was_interrupted else int(any(each.figures["num_failed"] for each in advice.runs))
 
 
@@ -87,9 +88,10 @@ def _simulated(options: argparse.Namespace) -> int:
         for number, cluster in track(turns, "simulating", console=Console(stderr=True), disable=not options.progress)
     ]
     found = verdict(figures_of(clusters, runs), options.margin, is_exact=simulation.is_exact)
-    _tell(options, clusters, runs, simulation.slo, found)
+    _tell(clusters, runs, simulation.slo, found)
     print(f"note: simulated with the times of {options.simulate}: trust no difference that is as small as their error")
     _write(options, clusters, runs, simulation.slo, found, simulation.cut)
+    _plot(options, clusters, runs, found)
     return 0
 
 
@@ -116,7 +118,6 @@ def _config(options: argparse.Namespace) -> tuple[Config, Slo]:
 
 
 def _tell(
-    options: argparse.Namespace,
     clusters: Sequence[Cluster],
     runs: Sequence[AdviceRun],
     slo: Slo,
@@ -124,7 +125,7 @@ def _tell(
     *,
     was_interrupted: bool = False,
 ) -> None:
-    """Print what was found, and draw it."""
+    """Print what was found."""
     console = Console(soft_wrap=True, highlight=False, markup=False)
     console.print(figure_table(clusters, runs))
     console.print()
@@ -133,9 +134,6 @@ def _tell(
         console.print(f"note: {note}")
     if was_interrupted:
         console.print("note: partial: it was interrupted")
-    if options.plot is not None:
-        plot(options.plot, clusters, runs, "no verdict" if found is None else found.words[0])
-        console.print(f"plot: {options.plot}")
 
 
 def _write(
@@ -160,3 +158,13 @@ def _write(
         "versions": versions(),
     }
     json_file.write(options.json, document(plain_options(options), clusters, runs, found, **more))
+
+
+def _plot(
+    options: argparse.Namespace, clusters: Sequence[Cluster], runs: Sequence[AdviceRun], found: Verdict | None
+) -> None:
+    """Draw what was found, if that is asked for; at last: where it cannot be written, all else is kept."""
+    if options.plot is None:
+        return
+    plot(options.plot, clusters, runs, "no verdict" if found is None else found.words[0])
+    print(f"plot: {options.plot}")

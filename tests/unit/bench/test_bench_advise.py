@@ -313,6 +313,16 @@ def test_a_trace_is_simulated_once_and_a_difference_is_no_chance(
     assert ttft["0+3"] > 0.03
 
 
+def test_figures_are_kept_where_the_plot_cannot_be_written(
+    simulated: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    code, said = simulated("--rate", 5, "--num-requests", 4, "--repetitions", 1, "--plot", tmp_path / "advice.nothing")
+    assert code == 1
+    assert "the plot cannot be written" in said
+    assert len(json.loads((tmp_path / "advice.json").read_text())["runs"]) == 2
+
+
 def test_arrivals_by_chance_are_repeated(simulated: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
     simulated("--rate", 5, "--num-requests", 20, "--repetitions", 2)
     runs = json.loads((tmp_path / "advice.json").read_text())["runs"]

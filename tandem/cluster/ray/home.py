@@ -84,8 +84,11 @@ def start_local_ray() -> RayHome:
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
-    except (RuntimeError, OSError, ValueError) as error:
-        raise InternalError(f"Ray did not start: {error}; its logs are under /tmp/ray/session_latest/logs") from error
+    except Exception as error:  # Ray raises plain ones too, as where the host is too busy to start it in time
+        from ray._common.utils import get_default_ray_temp_dir
+
+        logs = Path(get_default_ray_temp_dir()) / "session_latest" / "logs"
+        raise InternalError(f"Ray did not start: {error}; its logs are under {logs}") from error
     return _home()
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 from tandem.cluster.ray import home
 from tandem.cluster.ray.home import RECONNECT_S, local_environment
 from tandem.cluster.spec import ClusterSpec
 from tandem.core.config import Config
-from tandem.core.errors import ConfigError
+from tandem.core.errors import ConfigError, InternalError
 
 
 def test_ray_measures_nothing_of_itself_unless_the_user_wants_it() -> None:
@@ -20,6 +23,20 @@ def test_what_the_cluster_relies_on_holds_whatever_the_user_has_set() -> None:
     environment = local_environment({"RAY_gcs_rpc_server_reconnect_timeout_s": "1", "PATH": "/bin"})
     assert environment["RAY_gcs_rpc_server_reconnect_timeout_s"] == str(RECONNECT_S)
     assert environment["PATH"] == "/bin"
+
+
+def test_a_ray_that_does_not_start_is_no_defect_and_its_logs_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import ray
+
+    def late(**_: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", late)
+    monkeypatch.setattr(os, "environ", {**os.environ, "RAY_TMPDIR": str(tmp_path)})
+    with pytest.raises(InternalError, match=f"timed out during startup.*{tmp_path}/ray/session_latest/logs"):
+        home.start_local_ray()
 
 
 def nodes_of_ray(monkeypatch: pytest.MonkeyPatch, own: str, *others: str) -> None:

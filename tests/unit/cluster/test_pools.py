@@ -1255,6 +1255,30 @@ def test_the_drain_of_a_router_survives_the_supervisor(told: bool) -> None:
     assert set(later.routers) == {"router-0"}
 
 
+@pytest.mark.parametrize("told", [True, False], ids=["told to drain", "not told yet"])
+def test_the_drain_of_a_router_that_answers_at_once_survives_the_supervisor(told: bool) -> None:
+    story = Story(routers=2)
+    story.feed(WantedChanged(Role.ROUTER, 1))
+    later = PoolState(policy=Policy(), new_incarnation=lambda: "new")
+    out = []
+    for name in ("router-0", "router-1"):
+        router = story.router(name)
+        is_draining = told and name == "router-1"
+        out += later.handle(
+            Adopted(name, router.incarnation, f"{name}:1", HERE, draining=is_draining, url="http://a"), 0.0
+        )
+    assert not of(PublishMembership, out), "not before all are known"
+    out += later.handle(ClusterOpened(story.cluster.intent), 0.0)
+    assert {step.name for step in of(DrainProcess, out)} == {"router-1"}
+    assert {step.name: (step.num_routers, step.others) for step in of(PublishMembership, out)} == {
+        "router-0": (1, (OtherRouter("router-1", "router-1:1", True),)),
+        "router-1": (1, (OtherRouter("router-0", "router-0:1", True),)),
+    }
+    later.handle(Drained("router-1", story.router("router-1").incarnation), 1.0)
+    later.handle(Exited("router-1", story.router("router-1").incarnation, None), 2.0)
+    assert set(later.routers) == {"router-0"}
+
+
 def test_a_router_that_drains_though_nobody_remembers_why_is_replaced() -> None:
     """The supervisor that ordered it died before it could keep the order; the router takes no new connections."""
     cluster = PoolState(policy=Policy(), new_incarnation=lambda: "new")

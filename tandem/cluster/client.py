@@ -18,7 +18,7 @@ import grpc
 from tandem.cluster import statefile
 from tandem.cluster.statefile import ClusterFile, Stage
 from tandem.core.config import SecurityConfig
-from tandem.core.errors import ConfigError, ForbiddenError, NotRunningError, WorkerLostError
+from tandem.core.errors import ConfigError, ForbiddenError, IncompatibleError, NotRunningError, WorkerLostError
 from tandem.rpc.channel import host_of, make_blocking_channel
 from tandem.rpc.permissions import PeerRole
 from tandem.rpc.security import Security
@@ -114,6 +114,7 @@ def supervisor(target: Target) -> Iterator[supervisor_pb2_grpc.SupervisorControl
     Raises:
         WorkerLostError: the supervisor does not answer, or there is none yet.
         ForbiddenError: it does not accept this host's certificate as a client's.
+        IncompatibleError: its version does not know what it is asked for.
         ConfigError: it speaks TLS, and there is no certificate of a client here.
     """
     if not target.control_address:
@@ -125,6 +126,11 @@ def supervisor(target: Target) -> Iterator[supervisor_pb2_grpc.SupervisorControl
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.PERMISSION_DENIED:
                 raise ForbiddenError(f"the supervisor at {target.control_address}: {error.details()}") from error
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise IncompatibleError(
+                    f"the supervisor at {target.control_address} is of a version that does not know this; call the "
+                    "`tandem` of the version that started the cluster"
+                ) from error
             raise WorkerLostError(
                 f"the supervisor at {target.control_address} does not answer ({error.code().name}: {error.details()}); "
                 "if that stays so, end the cluster with `tandem stop --now`"

@@ -207,3 +207,16 @@ async def test_a_cluster_in_a_joined_ray_has_stopped_only_when_its_supervisor_sa
     assert ("Stopped." in said.out) == stops
     assert bool(statefile.running()) != stops
     assert len(face.graces) == 2
+
+
+@pytest.mark.parametrize("line", [["drain", "decode-0"], ["scale", "--decode", "2"], ["status"]])
+async def test_nobody_is_told_to_end_a_cluster_whose_version_does_not_know_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: list[str]
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    async with serving(ADD, Face()) as port:  # which does not know these
+        statefile.write(cluster_file(local=False, control_address=f"127.0.0.1:{port}"))
+        assert await asyncio.to_thread(cli.main, line) == 1
+    said = capsys.readouterr().err
+    assert "is of a version that does not know this" in said
+    assert "stop" not in said

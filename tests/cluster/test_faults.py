@@ -44,10 +44,11 @@ def _nothing_is_held_afterwards(serve: Serve) -> Iterator[None]:
 
 
 def pages_held(serve: Serve) -> dict[str, dict[str, int]]:
-    """Pages that are neither free nor cached, by worker."""
+    """Pages that are neither free nor cached, by worker; one that the supervisor has not heard yet may hold some."""
     held = {}
     for worker in serve.status()["workers"]:
-        pages = {state: n for state, n in worker["load"]["pages"].items() if n and state not in ("free", "cached")}
+        told = worker["load"]["pages"] if worker["load"] is not None else {"unknown": 1}
+        pages = {state: n for state, n in told.items() if n and state not in ("free", "cached")}
         if pages:
             held[worker["member"]["worker_id"]] = pages
     return held

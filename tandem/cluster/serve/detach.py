@@ -80,7 +80,7 @@ def _tell_ready(tell: int) -> None:
 
 def _follow(log: Path, begin: int, news: int, process: int) -> bool:
     """Print what is said from `begin` on until it is ready; `False`: it has ended before."""
-    with log.open() as said:
+    with log.open(errors="replace") as said:
         said.seek(begin)
         while True:
             heard, _, _ = select.select([news, process], [], [], _LOOK_S)

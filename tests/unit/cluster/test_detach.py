@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tandem.cluster.serve.detach import default_log, serve_detached
+from tandem.cluster.serve.detach import _follow, default_log, serve_detached
 from tandem.core.errors import ConfigError
 from tests.support.waiting import nothing, wait_until
 
@@ -119,3 +119,18 @@ def test_the_log_lies_where_the_session_leaves_it(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert default_log(8000) == tmp_path / ".local/state/tandem/serve-8000.log"
+
+
+def test_what_is_no_text_in_its_log_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A library prints a path as it is, or half a character has been written."""
+    log = tmp_path / "serve.log"
+    log.write_bytes(b"loads \xff\nReady \xe2\x86")
+    news, tell = os.pipe()
+    os.write(tell, b"!")
+    process = os.pidfd_open(os.getpid())
+    try:
+        assert _follow(log, 0, news, process)
+    finally:
+        for each in (news, tell, process):
+            os.close(each)
+    assert "loads" in capsys.readouterr().out

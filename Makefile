@@ -62,10 +62,11 @@ test: $(STAMP)  ## run all tests (those for GPUs skip themselves where there is 
 		$(BIN)/python -m pytest --durations=15 -m "alone and not faults and not soak and not hosts" $(TESTS) $(ARGS) && codes+=0 || codes+=$$?; \
 		case $$codes in 5555 | *[!05]*) exit 1 ;; esac  # 5: there was none to run
 
-test-faults: $(STAMP)  ## run the whole kill matrix, and all long tests of clusters, transports and benchmarks; print the matrix (an hour on two cores)
+test-faults: $(STAMP)  ## run the whole kill matrix, and all other long tests; print the matrix (an hour on two cores)
 	@rm -f $(FIGURES)/kill_matrix.json
 	@status=0; KILL_MATRIX=$(FIGURES)/kill_matrix.json \
-		$(BIN)/python -m pytest -m "" tests/scenarios/faults tests/cluster tests/contract tests/unit/bench tests/unit/router/test_tool_readers.py $(ARGS) || status=$$?; \
+		$(BIN)/python -m pytest -m "" tests/scenarios/faults tests/cluster $(ARGS) || status=$$?; \
+		$(BIN)/python -m pytest -m "faults and not interpreted" --ignore tests/scenarios/faults --ignore tests/cluster --ignore tests/gpu tests $(ARGS) || status=$$?; \
 		$(IN_PAIRS) -m "not interpreted" tests/gpu $(ARGS) || status=$$?; \
 		TRITON_INTERPRET=1 $(IN_PAIRS) -m interpreted tests/gpu $(ARGS) || status=$$?; \
 		$(BIN)/python -m tests.scenarios.faults.report $(FIGURES)/kill_matrix.json && exit $$status

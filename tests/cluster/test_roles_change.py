@@ -96,7 +96,7 @@ def test_a_worker_goes_to_the_other_pool_and_back_with_its_weights_under_load(se
     assert serve.interrupt() == 0, serve.output
 
 
-@pytest.mark.parametrize("fault", ["kill", rare("stop")])
+@pytest.mark.parametrize("fault", [rare("kill"), rare("stop")])
 def test_one_that_ends_in_the_middle_loses_no_request_and_a_new_process_takes_its_place(
     serve: Serve, tmp_path: Path, fault: str
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,9 @@ def test_dockerfile_copies_what_the_wheel_is_built_from() -> None:
     for source in ["pyproject.toml", "README.md", "LICENSE", *TOP_LEVEL]:
         assert re.search(rf"^COPY .*\b{re.escape(source)}\b", dockerfile, re.MULTILINE), source
         assert f"!{source}" in ignored
+
+
+def test_every_file_of_tests_has_a_name_of_its_own() -> None:
+    """pytest takes two of one name for one, and then collects neither."""
+    names = Counter(file.name for file in (ROOT / "tests").rglob("test_*.py"))
+    assert not [name for name, num in names.items() if num > 1]

@@ -222,6 +222,7 @@ def test_workers_of_different_layouts_are_never_paired(tmp_path: Path) -> None:
         assert "page_size" in answer.text, "the answer says what differs"
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_killed_worker_ends_no_request_wrongly(
     cluster: ProcessCluster, two_by_two: ProcessCluster, role: str

@@ -14,6 +14,7 @@ from tandem.bench.load.conversations import ConversationPlan
 
 
 @pytest.mark.timeout(300)  # two clusters, one after the other
+@pytest.mark.faults
 async def test_the_same_conversations_are_held_both_ways() -> None:
     sizes = ConversationSizes(
         ClusterSpec(num_of_each=1), ConversationPlan(2, 3, num_words=80, num_output=8),

@@ -243,6 +243,7 @@ CLOSED = Point(8, 101, 2)
 OPEN = replace(CLOSED, is_open=True)
 
 
+@pytest.mark.faults
 @pytest.mark.processes
 async def test_a_tiny_grid_and_its_resumption(tmp_path: Path) -> None:
     tiny = grid(tmp_path, CLOSED, OPEN)

@@ -398,6 +398,7 @@ def test_routers_that_share_a_port_are_measured_together(tmp_path: Path) -> None
     assert all(value > 0 for name, value in figure["facts"].items() if "tokens/s" in name or "token, µs" in name)
 
 
+@pytest.mark.faults
 @pytest.mark.processes
 def test_handoffs_are_measured_between_real_workers(tmp_path: Path) -> None:
     model = save(ModelSpec(layers=2, max_positions=256), tmp_path / "model")

@@ -292,6 +292,7 @@ async def test_an_interrupt_keeps_what_is_there_and_ends_the_server(tmp_path: Pa
     assert [run["load"] for run in read(watched.path)["runs"]] == ["A"]
 
 
+@pytest.mark.faults
 @pytest.mark.processes
 def test_the_model_in_the_cache_is_that_of_the_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(file=io.StringIO())

@@ -165,6 +165,19 @@ def test_a_stop_string_ends_the_text_before_it(cluster: ProcessCluster) -> None:
     assert answer.finish_reasons == ["stop"]
 
 
+def test_a_choice_at_a_stop_string_is_generated_no_further_and_the_other_is_whole(cluster: ProcessCluster) -> None:
+    asked: dict[str, Any] = {"max_tokens": 400, "n": 2, "seed": 7, "temperature": 1.0, "ignore_eos": True}
+    plain = complete(cluster.url, "Once upon a time", **asked)
+    stop = next(text for at in range(20, 200) if (text := plain.texts[0][at : at + 12]) not in plain.texts[1])
+    cluster.wait_idle()
+    before = cluster.metric("tandem_decode_tokens_total")
+    answer = complete(cluster.url, "Once upon a time", stop=[stop], **asked)
+    assert answer.texts == [plain.texts[0][: plain.texts[0].index(stop)], plain.texts[1]]
+    assert answer.finish_reasons == ["stop", "length"]
+    cluster.wait_idle()
+    assert cluster.metric("tandem_decode_tokens_total") - before < 1.5 * 400
+
+
 def test_one_token_needs_no_handoff(cluster: ProcessCluster) -> None:
     before = cluster.metric("tandem_handoff_seconds_count")
     answer = complete(cluster.url, "A short prompt that nobody else uses. " * 4, max_tokens=1)

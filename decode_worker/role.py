@@ -411,6 +411,8 @@ class DecodeRole:
             job.is_new = True
             self._tokens.enter(job, outputs, [*job.cached, *job.pages], job.num_leading, job.num_hidden)
             self._emit({job.session: [Admitted(job.key, self._clock.now() - committed_s)]})
+            if not self.ledger.has(job):  # nobody wants more of any of its choices
+                self._take_no_first_step(job)
         fault_points.reach("decode.admitted")
 
     def _may_enter(self, job: DecodeJob) -> bool:
@@ -429,6 +431,10 @@ class DecodeRole:
             for sequence in job.sequences:
                 self._pool.release(take(sequence))
             job.sequences = []
+        self._take_no_first_step(job)
+
+    def _take_no_first_step(self, job: DecodeJob) -> None:
+        """It has left the batch, or never entered it: prefill waits for its first step no more."""
         self._pacing.first_steps_taken(int(job.is_new))
         job.is_new = False
 
@@ -438,6 +444,8 @@ class DecodeRole:
             if self.ledger.has(job) and job.state is AttemptState.RUNNING:
                 for sequence in [each for each in job.sequences if each.choice in job.ended]:
                     self._tokens.end(job, sequence)
+                if not self.ledger.has(job):
+                    self._take_no_first_step(job)
 
     def _drop(self, job: DecodeJob) -> None:
         """Drop an attempt whose result nobody needs, and whose KV may be wrong."""

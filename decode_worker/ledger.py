@@ -221,56 +221,52 @@ class Ledger(Generic[A]):
         may_compute = not attempt.unpaced or self._has_turn(attempt)
         return not self._scheduler.waiting and self._has_place(attempt) and may_compute
 
-    def _give_pages(self, head: A) -> bool:
+    def _give_pages(self, attempt: A) -> bool:
         pool = self._pool
-        if self._still_lacks(head):
+        if self._still_lacks(attempt):
             return False
         # At least the last page is always sent or computed: decode's first step writes to it, so it must not be shared.
-        keys = head.page_keys[: (head.num_tokens - 1) // pool.page_size]
+        keys = attempt.page_keys[: (attempt.num_tokens - 1) // pool.page_size]
         num_hidden, cached = pool.acquire_seen(keys, self._scheduler.limits.window)
         num_leading = num_hidden + len(cached)
-        needed = self._scheduler.num_to_take(head.num_tokens, num_leading)
-        is_local = self._is_local(head, num_leading)
+        needed = self._scheduler.num_to_take(attempt.num_tokens, num_leading)
+        is_local = self._is_local(attempt, num_leading)
         if not is_local and self._scheduler.limits.window:  # its pages are wanted as far as its first step sees them
             pool.release(cached)
-            num_hidden = self._scheduler.num_hidden(head.num_tokens)
+            num_hidden = self._scheduler.num_hidden(attempt.num_tokens)
             cached = pool.acquire(keys[num_hidden:])
-            needed = pages_for(head.num_tokens, pool.page_size) - num_hidden - len(cached)
+            needed = pages_for(attempt.num_tokens, pool.page_size) - num_hidden - len(cached)
         pages = None
         if self._leaves_growth(needed, pool.num_available) and (is_local or self._may_reserve(needed)):
             pages = pool.allocate(needed) if is_local else pool.reserve(needed)
         if pages is None:
-            next_key = keys[num_leading] if num_leading < len(keys) else None
-            head.shortage = pool.give_up(cached, needed, next_key)
+            attempt.shortage = pool.give_up(cached, needed, keys, self._scheduler.limits.window)
             return False
-        head.num_hidden, head.cached, head.pages = num_hidden, tuple(cached), tuple(pages)
-        self.set_state(head, AttemptState.ENTERING if is_local else AttemptState.GRANTED)
+        attempt.num_hidden, attempt.cached, attempt.pages = num_hidden, tuple(cached), tuple(pages)
+        self.set_state(attempt, AttemptState.ENTERING if is_local else AttemptState.GRANTED)
         return True
 
-    def _has_place(self, head: A) -> bool:
+    def _has_place(self, attempt: A) -> bool:
         busy = len(self._scheduler.running) + self.num_to_come
-        return busy == 0 or busy + head.num_running <= self._scheduler.limits.max_num_seqs
+        return busy == 0 or busy + attempt.num_running <= self._scheduler.limits.max_num_seqs
 
-    def _has_turn(self, head: A) -> bool:
+    def _has_turn(self, attempt: A) -> bool:
         """Whether what is left of the prompts before it that are computed here hardly fills the next two steps."""
-        turn = (head.turn, head.arrival)
+        turn = (attempt.turn, attempt.arrival)
         running = (s for s in self._scheduler.running if (s.turn, s.arrival) <= turn)
         computed = (s.num_to_compute for s in running if not (s.is_decode or s.paced))
         entering = (
-            attempt.num_tokens - attempt.num_leading * self._pool.page_size
-            for attempt in self.of_state(AttemptState.ENTERING)
-            if attempt.unpaced and not attempt.waits_for_grammar and (attempt.turn, attempt.arrival) <= turn
+            other.num_tokens - other.num_leading * self._pool.page_size
+            for other in self.of_state(AttemptState.ENTERING)
+            if other.unpaced and not other.waits_for_grammar and (other.turn, other.arrival) <= turn
         )
         return sum(computed) + sum(entering) <= 2 * self._scheduler.limits.chunk_size
 
     def _still_lacks(self, attempt: A) -> bool:
         """Whether one that lacked pages would lack them again, as far as that can be told without a look through its
-        beginning. Where tokens see a window, pages anywhere in it may make a longer beginning."""
-        shortage = attempt.shortage
-        if shortage is None or self._scheduler.limits.window:
-            return False
-        since = self._pool.since(shortage)
-        if since is None:
+        beginning."""
+        shortage, since = attempt.shortage, self._pool.since(attempt.shortage)
+        if shortage is None or since is None:
             return False
         num_leading = pages_for(attempt.num_tokens, self._pool.page_size) - shortage.needed
         has_room = self._leaves_growth(shortage.needed, since[0])

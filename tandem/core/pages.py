@@ -355,18 +355,25 @@ class PagePool:
             else:
                 self._to_free(page)
 
-    def give_up(self, cached: Sequence[int], needed: int, next_key: bytes | None) -> Shortage:
-        """Release `cached` pages of a text, as the others that it needs cannot be had, and say what was found."""
+    def give_up(self, cached: Sequence[int], needed: int, keys: Sequence[bytes], window: int) -> Shortage | None:
+        """Release the `cached` pages of a text with these `keys`, as the others that it needs cannot be had.
+
+        Returns:
+            What was found; `None`: where tokens see a window, pages anywhere in it may make a longer beginning.
+        """
         num_available, num_used = self.num_available, self._num[PageState.USED]
         self.release(cached)
+        if window:
+            return None
+        next_key = keys[len(cached)] if len(cached) < len(keys) else None
         return Shortage(needed, next_key, num_available, num_used, self.num_given_back)
 
-    def since(self, shortage: Shortage) -> tuple[int, int] | None:
+    def since(self, shortage: Shortage | None) -> tuple[int, int] | None:
         """How many pages were available at most, and used at least, with the cached ones of that text taken now.
 
-        `None`: more of it may be cached than then.
+        `None`: there was no shortage, or more of the text may be cached than then.
         """
-        if shortage.next_key in self._page_of:
+        if shortage is None or shortage.next_key in self._page_of:
             return None
         num_given_back = self.num_given_back - shortage.num_given_back
         return shortage.num_available + num_given_back, shortage.num_used - num_given_back

@@ -345,12 +345,10 @@ class BatchScheduler:
         if sequence.promoted:
             has_room = self._reclaim(batch, needed)
         else:
-            counts = self.pool.counts()
-            has_room = self._has_room(sequence, needed, counts.free + counts.cached, counts.used)
+            has_room = self._has_room(sequence, needed, self.pool.num_available, self.pool.counts().used)
         fresh = self.pool.allocate(needed) if has_room else None
         if fresh is None:
-            next_key = keys[num_cached] if num_cached < len(keys) else None
-            sequence.shortage = self.pool.give_up(cached, needed, next_key)
+            sequence.shortage = self.pool.give_up(cached, needed, keys, self.limits.window)
             return False
         sequence.pages = page_table([0] * num_hidden + cached + fresh)
         sequence.num_hidden = num_hidden
@@ -427,11 +425,9 @@ class BatchScheduler:
 
     def _still_lacks(self, sequence: Sequence) -> bool:
         """Whether one that is not promoted and lacked pages would lack them again, as far as that can be told without
-        a look through its beginning. Where tokens see a window, pages anywhere in it may make a longer beginning."""
-        if sequence.shortage is None or self.limits.window:
-            return False
-        since = self.pool.since(sequence.shortage)
-        return since is not None and not self._has_room(sequence, sequence.shortage.needed, *since)
+        a look through its beginning."""
+        shortage, since = sequence.shortage, self.pool.since(sequence.shortage)
+        return shortage is not None and since is not None and not self._has_room(sequence, shortage.needed, *since)
 
     def _reclaim(self, batch: Batch, needed: int) -> bool:
         """Preempt sequences that are not promoted until `needed` pages are available; none if that is not enough."""

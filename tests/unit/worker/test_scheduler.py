@@ -459,6 +459,18 @@ def test_pages_that_go_into_quarantine_are_used_by_nobody_that_a_prompt_waits_fo
     assert [item.sequence.request_id for item in step(scheduler).items] == ["runs", "waits"]
 
 
+def test_where_tokens_see_a_window_pages_anywhere_in_it_end_a_shortage() -> None:
+    """Those at its end are all that is seen: with them one more page is enough, and nobody has given any back."""
+    scheduler = make_scheduler(20, cache=True)
+    scheduler.limits = replace(scheduler.limits, window=2 * PAGE)
+    others = scheduler.pool.allocate(18) or []
+    scheduler.add(long := prompt("long", 10 * PAGE))
+    assert not step(scheduler).items
+    for page, key in zip(others, page_keys(long.token_ids, PAGE, b"m")[7:9], strict=False):
+        scheduler.pool.publish(page, key)
+    assert [item.sequence.request_id for item in step(scheduler).items] == ["long"]
+
+
 def test_nobody_overtakes_a_promoted_one_that_waits_for_pages() -> None:
     scheduler = make_scheduler(num_pages=6, tokens=64)
     (first,) = computed(scheduler, "first")

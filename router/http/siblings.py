@@ -51,7 +51,6 @@ class Siblings:
 
     def __init__(self, directory: Path, name: str) -> None:
         directory.mkdir(mode=0o700, exist_ok=True)
-        self.name = name
         self._entry = f"{name}.{os.getpid()}"  # an earlier life of this router may still lie there
         self._directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         found = os.fstat(self._directory)

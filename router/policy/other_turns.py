@@ -17,9 +17,9 @@ an hour than after a second. With more than `MOST_TOLD` tenants that are served 
 be told.
 
 **Nothing waits for a router that says nothing.** What it said holds for `FRESH_S`, and with many routers for as long as
-three of its words take; and when one is heard again of which
-words were lost, nobody who waits has a claim from that time. One that had nothing to tell has lost none. Who asks now
-and then, and has waited for nothing before, is not behind the others by much: so no place stays empty for it.
+three of its words take; and when one is heard again of which words were lost, nobody who waits has a claim from that
+time. One that had nothing to tell has lost none. Who asks now and then, and has waited for nothing before, is not
+behind the others by much: so no place stays empty for it.
 """
 
 from __future__ import annotations

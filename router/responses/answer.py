@@ -22,13 +22,16 @@ class Response:
     def __init__(self, parsed: ParsedRequest, given: dict[str, Any], setting: Setting) -> None:
         """`given`: the fields of the body that are set, most of which the answer repeats, and its `text`."""
         self._setting = setting
-        self._tells_logprobs = parsed.sampling.num_logprobs >= 0
         self._reader = setting.reader(parsed)
         self._output = Output(setting.request_id)
         self._finish_reason: str | None = None
         self._num_reasoning_tokens = 0
         request = setting.requests[0]
-        self._offsets = TextOffsets(setting.tokenizer, request.prompt_ids, request.shown_ids)
+        tells_logprobs = parsed.sampling.num_logprobs >= 0
+        # Of the output's tokens; `None`: no log-probabilities are told.
+        self._offsets = (
+            TextOffsets(setting.tokenizer, request.prompt_ids, request.shown_ids) if tells_logprobs else None
+        )
         self._num_chars = 0  # of the output, whatever became of them
         # Tokens whose log-probabilities no text has brought yet, and where each begins and ends in the output.
         self._untold: list[tuple[int, int, TokenGiven]] = []
@@ -70,7 +73,7 @@ class Response:
         if is_reasoning(pieces):
             self._num_reasoning_tokens += len(delta.tokens)
         self._num_chars += len(delta.text)
-        if self._tells_logprobs:
+        if self._offsets is not None:
             begins = self._offsets.following(token.token_id for token in delta.tokens)
             self._untold += zip(begins, [*begins[1:], self._offsets.end], delta.tokens, strict=True)
         for number, piece in enumerate(pieces, start=1):
@@ -88,7 +91,7 @@ class Response:
 
         `is_last`: nothing follows it but what is not certain yet, so it is known where it stands.
         """
-        if not self._tells_logprobs:
+        if self._offsets is None:
             return ()
         start = self._num_chars - self._reader.num_held - len(said.text) if is_last else 0
         tokens = [token for begin, end, token in self._untold if begin >= start or end > start]

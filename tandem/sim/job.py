@@ -29,7 +29,7 @@ class InFlight:
         give_up_s: until when it waits for a worker; `None`: it does not.
         kept_at: prefill workers that may keep pages of its prompt.
         page_keys: of the full pages of its prompt; none without prefix caches.
-    is_waiting: admission counts it as one that waits for the computation of its prompt.
+        is_waiting: admission counts it as one that waits for the computation of its prompt.
     """
 
     outcome: Outcome

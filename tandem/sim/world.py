@@ -224,7 +224,7 @@ class World:
         return self.shape.tenants[name] if name else TenantShape()
 
     def _leaves_queue(self, request: InFlight) -> None:
-        """Its prompt is computed, or it ends before that."""
+        """Its prompt is being computed, or it has ended before that."""
         if self._admission is not None and request.is_waiting:
             request.is_waiting = False
             self._admission.leave(self._who(request.outcome).tenant.owner)

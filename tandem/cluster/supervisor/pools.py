@@ -30,7 +30,6 @@ from tandem.cluster.supervisor.surplus import least_needed
 from tandem.cluster.supervisor.upgrade import Upgrade
 from tandem.core.identity import WORKER_ROLES, Role
 
-# Workers, routers, ends and sizes.
 _Published: TypeAlias = tuple[
     tuple[ev.Member, ...], tuple[RouterSeat, ...], tuple[str, ...], tuple[str, ...], bool, tuple[ev.PoolSize, ...]
 ]

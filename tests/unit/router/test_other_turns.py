@@ -291,6 +291,21 @@ def test_who_comes_is_lifted_to_the_least_of_all_that_wait() -> None:
 # -- silence
 
 
+@pytest.mark.parametrize(("num_routers", "is_fresh"), [(2, False), (40, True)])
+def test_with_many_routers_a_word_holds_for_as_long_as_three_of_them_take(num_routers: int, is_fresh: bool) -> None:
+    """Each tells the others less often then; else nobody would ever wait for another router's turn."""
+    queue = TurnQueue(AGEING_S)
+    turns = OtherTurns(queue, "here")
+    for number in range(num_routers - 1):
+        turns.hear(f"router-{number}", TurnNews("there", 1, 0.0, Next("behind", 0, 0.0), {}), 0.0)
+    entry = Waiting("ahead", 1.0, 0, "", math.inf, 0.0, 10)
+    queue.enter(entry, turns.elsewhere(0.0))
+    queue.learn("ahead", 1e6, 0.0)
+    assert turns.go_first(entry, 0.5 * FRESH_S)
+    assert turns.go_first(entry, 2.5 * EVERY_S * 39) is is_fresh
+    assert not turns.go_first(entry, 3.5 * EVERY_S * 39)
+
+
 def test_nobody_waits_for_a_router_that_says_nothing() -> None:
     world = World({"a": Load((30, 0)), "b": Load((0, 30))})
     world.run(5.0)

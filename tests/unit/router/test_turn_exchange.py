@@ -7,7 +7,7 @@ import math
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from unittest.mock import Mock
+from typing import Any
 
 import pytest
 
@@ -49,12 +49,16 @@ class Hearing(Turns):
             self.enough.set()
 
 
+def unused(*_: object) -> Any:
+    raise AssertionError("no supervisor speaks to these")
+
+
 @asynccontextmanager
 async def meet(*names: str) -> AsyncIterator[list[OtherRouters]]:
     """Routers that answer each other by their control services."""
     each, servers, addresses = [OtherRouters() for _ in names], [], []
     for others in each:
-        control = RouterControl(None, others, Mock(), Mock(), Mock())  # type: ignore[arg-type]
+        control = RouterControl(None, others, unused, unused, unused)  # type: ignore[arg-type]
         server, port = await serve_control(control, RoleGuard(), "127.0.0.1", 0)
         servers.append(server)
         addresses.append(f"127.0.0.1:{port}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from tandem.core.model_path import resolve_model
 from tandem.sim.load import Lengths
 
 _TIMES = {"base_ms": 30.0, "token_us": 200.0, "row_us": 1000.0}
+# Targets of the real cluster are those of the host's processors, and decide how prompts are cut: the simulated one has
+# the same, and both have the limits of steps that go with them.
+_CARD = {"is_cpu": True}
 _TOKENS = 20_000
 
 
@@ -29,7 +33,7 @@ def known_case(directory: Path) -> Case:
         many=Load("many", 60, lengths, outputs, num_clients=12),
         # Half of them is the middle of those that get the places of the first ones: no edge of what is placed at once.
         predicted=(Load("burst", 48, lengths, outputs, burst=48, every_s=1.0),),
-        scenario={**pools, "tandem": settings},
+        scenario={**pools, "tandem": settings, "card": _CARD},
         times=_TIMES,
     )
 
@@ -37,7 +41,6 @@ def known_case(directory: Path) -> Case:
 def _simulated_engine(directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """The configuration of workers that take these times."""
     file = directory / "times.yaml"
-    fitted = ", ".join(f"{name}: {value}" for name, value in _TIMES.items())
-    pools = "".join(f"{role}: {{tokens: {_TOKENS}}}\n" for role in ("prefill", "decode"))
-    file.write_text(f"{pools}times: fitted\nfitted: {{{fitted}}}\n")
+    pools = {role: {"tokens": _TOKENS} for role in ("prefill", "decode")}
+    file.write_text(json.dumps({**pools, "times": "fitted", "fitted": _TIMES, "card": _CARD}))  # JSON is YAML
     return {**settings, "model": {"engine": "simulated", "time_model": str(file)}}

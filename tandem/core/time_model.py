@@ -56,7 +56,7 @@ class CardSpec:
     flops_share: float = key(0.6, "Of the peak that is reached.", minimum=0.01, maximum=1)
     bytes_share: float = key(0.8, "Of the peak that is reached.", minimum=0.01, maximum=1)
     overhead_ms: float = key(2.0, "Of a step, beside computing.", minimum=0)
-    is_cpu: bool = key(False, "Limits of steps are those of CPUs.")
+    is_cpu: bool = key(False, "Limits of steps, and targets that `slo` leaves open, are those of CPUs.")
 
 
 @dataclass(frozen=True)

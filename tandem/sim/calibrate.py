@@ -222,6 +222,7 @@ def run(paths: Sequence[Path], out: Path | None, *, shared_cores: bool = False) 
     }
     if shared_cores:
         tree["cores"] = {"speeds": [float(f"{speed:.4g}") for speed in found.speeds]}
+        tree["card"] = {"is_cpu": True}  # only workers on CPUs share cores
         shares = seconds_by_busy(steps)
         seen = np.arange(len(found.speeds))
         own_s = shares @ _of_each(seen, np.array(found.speeds), shares.shape[1])

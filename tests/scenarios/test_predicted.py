@@ -11,11 +11,9 @@ from benchmarks.predict.curves import plot
 from benchmarks.predict.known import known_case
 from benchmarks.predict.measure import measure
 
-# What is beside steps takes a core's time too, and others may use the cores of a test.
-_NEAR = {"output_tokens_per_s": 0.15, "e2e_s": 0.2, "tpot_s": 0.2, "ttft_p99_s": 0.35}
-# Of the burst the real cluster begins some four requests more before the first places are left, and its median lies
-# where four requests more or less are a third of it: 0.1 to 0.45 in runs on an idle machine.
-_NEAR_P50 = 0.6
+# What is beside steps takes a core's time too, and others may use the cores of a test. On an idle machine all are
+# within 0.13.
+_NEAR = {"output_tokens_per_s": 0.2, "e2e_s": 0.2, "tpot_s": 0.2, "ttft_p50_s": 0.3, "ttft_p99_s": 0.35}
 
 
 @pytest.mark.alone
@@ -23,7 +21,7 @@ _NEAR_P50 = 0.6
 async def test_a_simulation_says_what_a_cluster_of_known_steps_does(tmp_path: Path) -> None:
     content = await measure(known_case(tmp_path), 1, lambda _: None)
     for load in (content["calibration"][1], *content["loads"]):
-        for name, near in {**_NEAR, "ttft_p50_s": _NEAR_P50}.items():
+        for name, near in _NEAR.items():
             assert abs(load["figures"][name]["off"]) < near, (load["load"], name, load["said"], load["measured"])
     lines = list(ET.fromstring(plot({"models": {"known": content}})).iter("{http://www.w3.org/2000/svg}polyline"))
     assert len(lines) == 2 * 2 * len(content["loads"]), "tokens and requests, measured and simulated"

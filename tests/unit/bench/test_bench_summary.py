@@ -10,9 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.bench.load.drive import Load
 from tandem.bench.load.records import RequestRecord, Slo
 from tandem.bench.rate_search import RateSearch
+from tandem.bench.report.results import Run
 from tandem.bench.report.summary import cache_use, distribution, goodput, itl_over_time, percentile, summarise
+from tandem.bench.report.tables import remarks
+from tandem.bench.session import Shape
 
 
 def record(
@@ -144,6 +148,14 @@ def test_lateness_is_of_planned_requests_alone() -> None:
     found = summarise([record(0, sent_s=0.5, planned_s=0.25), record(1)], 1.0).lateness_s
     assert found is not None
     assert (found.num, found.max) == (1, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("late_s", "said"), [(0.009, []), (0.02, ["requests left up to 20 ms (p99) after their time"])]
+)
+def test_a_generator_that_could_not_keep_the_times_says_so(late_s: float, said: list[str]) -> None:
+    load = Load([record(0, sent_s=0.5 + late_s, planned_s=0.5), record(1)], 4.0)
+    assert list(remarks(Run.of(Shape(rate=2.0), load, None))) == said
 
 
 @given(limit=st.floats(0.05, 500), start=st.floats(0.05, 500))

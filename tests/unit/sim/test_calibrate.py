@@ -155,7 +155,9 @@ def test_the_command_writes_speeds_of_shared_cores_as_a_scenario_reads_them(tmp_
         log.close()
     out = tmp_path / "times.yaml"
     assert main(["sim", "calibrate", str(tmp_path / "logs"), "--shared-cores", "--out", str(out)]) == 0
-    assert read_scenario(out).shape().speeds == pytest.approx(speeds, rel=0.02)
+    scenario = read_scenario(out)
+    assert scenario.shape().speeds == pytest.approx(speeds, rel=0.02)
+    assert scenario.card.is_cpu, "nothing else shares cores"
 
 
 def test_the_newest_steps_are_kept_in_two_files(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tandem.sim.scenario import read_scenario
 
 ROOT = Path(__file__).resolve().parents[3]
 
-pytestmark = pytest.mark.timeout(900)  # of a hundred simulations, on cores that others want
+pytestmark = pytest.mark.timeout(900)  # of a hundred simulations, on cores that others want: `make test-faults`
 
 #: Of the points below, those that the law is known to miss by a little: docs/performance.md lists them.
 MISSED = {"h200": {"2,048/64, 16 clients"}}
@@ -30,6 +30,7 @@ def found() -> dict[str, Any]:
     return {"code": {"digest": "d1"}, **measured}
 
 
+@pytest.mark.faults
 def test_the_law_is_as_good_as_constants_that_know_the_load(found: dict[str, Any]) -> None:
     for model in found["models"]:
         ratio = {one.case: one.law for one in ratios(model, "tokens_per_s", ("closed", "open", "changing"))}
@@ -39,6 +40,7 @@ def test_the_law_is_as_good_as_constants_that_know_the_load(found: dict[str, Any
         assert min(ratio.values()) >= 0.9, ratio
 
 
+@pytest.mark.faults
 def test_computing_prompts_at_decode_is_what_helps_where_they_dominate(found: dict[str, Any]) -> None:
     """Else the simulation would show nothing."""
     for model in found["models"]:
@@ -47,6 +49,7 @@ def test_computing_prompts_at_decode_is_what_helps_where_they_dominate(found: di
         assert case["law"]["by_decode_share"] > 0.3
 
 
+@pytest.mark.faults
 def test_the_page_says_what_was_reached_and_what_was_missed(found: dict[str, Any]) -> None:
     page = "\n".join(section({**found, "format": "", "date": ""}))
     assert "| two H200 | clients that ask again | output tokens/s | 2 |" in page
@@ -62,6 +65,7 @@ def test_the_page_says_what_was_reached_and_what_was_missed(found: dict[str, Any
     assert page in once
 
 
+@pytest.mark.faults
 def test_the_plot_has_two_dots_for_each_point(found: dict[str, Any]) -> None:
     root = ET.fromstring(plot(found))
     titles = [one.text for one in root.iter("{http://www.w3.org/2000/svg}title")]
@@ -89,6 +93,7 @@ def test_lengths_vary_around_their_kind_and_are_the_same_each_time() -> None:
     assert len(set(lengths[0])) > 20
 
 
+@pytest.mark.faults
 def test_lengths_that_vary_are_measured_too(found: dict[str, Any]) -> None:
     """Most of all with few clients, who go in step where all lengths are the same."""
     for model in found["models"]:

@@ -2,7 +2,7 @@
 
     DIR/lease                               locked by the router that leads the queue
     DIR/wake                                a pipe: a byte tells the leader to look
-    DIR/queue/BATCH                         one for each batch that is not final; holds its owner
+    DIR/queue/BATCH                         one for each batch that is not final, before it is there; holds its owner
     DIR/owners/OWNER/files/FILE.{data,json} a file is there once its .json is
     DIR/owners/OWNER/batches/BATCH/         batch.json, input.jsonl (a link), results.jsonl, progress, cancel
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -52,6 +53,11 @@ class BatchFolder:
         self.input, self.results = path / "input.jsonl", path / "results.jsonl"
         self.progress = path / "progress"
         self._record, self._cancel = path / "batch.json", path / "cancel"
+
+    @property
+    def is_there(self) -> bool:
+        """Else it is being made, or who made it has ended."""
+        return self._record.exists()
 
     def read(self) -> Batch:
         """As clients see it: with the marks and counts that its record lacks. Raises `FileNotFoundError`."""
@@ -162,7 +168,7 @@ class Store:
         return BatchFolder(self._owners / owner / "batches" / _checked(BATCH_ID, batch_id, "batch"), owner)
 
     def add_batch(self, owner: str, batch: Batch) -> None:
-        """Into the queue. Raises `NotFoundError`: there is no such input file."""
+        """Into the queue; it is there once its record is. Raises `NotFoundError`: there is no such input file."""
         folder = self._folder(owner, batch.id)
         folder.path.mkdir(mode=0o700, parents=True)
         try:
@@ -170,9 +176,10 @@ class Store:
         except FileNotFoundError:
             folder.path.rmdir()
             raise _missing("file", batch.input_file_id) from None
+        # In the queue first: a record that nobody would ever take up must not be seen, whenever this router ends.
+        write_whole(self._queue / batch.id, owner.encode())
         folder.write(batch)
         sync_directory(folder.path.parent)
-        write_whole(self._queue / batch.id, owner.encode())
 
     def batch(self, owner: str, batch_id: str) -> Batch:
         """Raises `NotFoundError`."""
@@ -213,23 +220,32 @@ class Store:
 
     def queued(self) -> list[BatchFolder]:
         """Batches that are not final, the oldest first."""
-        return [
-            self._folder((self._queue / name).read_text(), name)
-            for name in sorted(entry for entry in os.listdir(self._queue) if BATCH_ID.fullmatch(entry))
-        ]
+        return [folder for folder in self._in_queue() if folder.is_there]
+
+    def _in_queue(self) -> Iterator[BatchFolder]:
+        for name in sorted(entry for entry in os.listdir(self._queue) if BATCH_ID.fullmatch(entry)):
+            yield self._folder((self._queue / name).read_text(), name)
 
     def unqueue(self, batch_id: str) -> None:
         """It is final."""
         (self._queue / batch_id).unlink(missing_ok=True)
 
     def clear_stale(self) -> None:
-        """Remove what uploads and writes left that ended with their router."""
+        """Remove what uploads, writes and batches in the making left that ended with their router."""
         for path in self.directory.rglob(f"{PARTIAL}*"):
-            try:
-                if time.time() - path.stat().st_mtime > _STALE_S:
-                    path.unlink(missing_ok=True)
-            except FileNotFoundError:  # whole by now
-                continue
+            if _is_stale(path):
+                path.unlink(missing_ok=True)
+        for folder in self._in_queue():
+            if not folder.is_there and _is_stale(self._queue / folder.path.name):
+                shutil.rmtree(folder.path, ignore_errors=True)
+                self.unqueue(folder.path.name)
+
+
+def _is_stale(path: Path) -> bool:
+    try:
+        return time.time() - path.stat().st_mtime > _STALE_S
+    except FileNotFoundError:  # whole by now
+        return False
 
 
 def _checked(pattern: re.Pattern[str], name: str, kind: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from router.batches import disk
 from router.batches.journal import ResultsJournal
 from router.batches.leader import BatchLeader
 from router.batches.lines import LineRules
@@ -46,6 +48,36 @@ def queued(store: Store, num_lines: int) -> Batch:
     batch = Batch(new_id("batch_", now_s), ENDPOINT, file.id, "24h", int(now_s), int(now_s) + 86_400)
     store.add_batch(OWNER, batch)
     return batch
+
+
+def test_a_batch_whose_router_ends_while_it_is_made_is_nowhere_or_in_the_queue(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would be seen, and wait for ever. A router may end between any two writes."""
+    num_left = 0
+
+    def write_whole(path: Path, content: bytes) -> None:
+        nonlocal num_left
+        if not num_left:
+            raise KeyboardInterrupt
+        num_left -= 1
+        disk.write_whole(path, content)
+
+    monkeypatch.setattr("router.batches.store.write_whole", write_whole)
+    seen = []
+    for num_left in (1, 2, 3):  # noqa: B007 - read by the above; one is that of the file
+        with contextlib.suppress(KeyboardInterrupt):
+            queued(store, 1)
+        seen.append([len(store.queued()), len(store.batches(OWNER, after="", limit=9).items)])
+    assert seen == [[0, 0], [0, 0], [1, 1]]
+
+    (kept,) = store.queued()
+    old_s = time.time() - 2 * 86_400
+    for entry in (store.directory / "queue").iterdir():
+        os.utime(entry, (old_s, old_s))
+    store.clear_stale()
+    assert [entry.name for entry in (store.directory / "queue").iterdir()] == [kept.path.name]
+    assert kept.is_there
 
 
 @pytest.fixture

@@ -71,18 +71,18 @@ class _SharedCache(FunctionCache):  # type: ignore[misc]
         if found is None and self._lock_up():
             found = super().load_overload(sig, target_context)  # by who held the lock
             if found is not None:
-                self._unlock()
+                self.unlock()
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:
             super().save_overload(sig, data)
         finally:
-            self._unlock()
+            self.unlock()
 
     def _lock_up(self) -> bool:
-        """Whether there was something to wait for, and it is this process's turn now. The lock of a process that ends,
-        or whose compilation fails, goes with it."""
+        """Whether there was something to wait for, and it is this process's turn now. The lock of a process that ends
+        goes with it."""
         if self._lock is not None:
             return False
         self._impl.locator.ensure_cache_path()
@@ -91,9 +91,13 @@ class _SharedCache(FunctionCache):  # type: ignore[misc]
             fcntl.flock(self._lock, fcntl.LOCK_EX)
         except OSError as error:  # a file system without locks: processes that start together compile beside each other
             _log.warning("%s cannot be locked: %s", self._lock_file, error)
+        except BaseException:
+            self.unlock()
+            raise
         return True
 
-    def _unlock(self) -> None:
+    def unlock(self) -> None:
+        """It is compiled, or will not be."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -101,9 +105,21 @@ class _SharedCache(FunctionCache):  # type: ignore[misc]
 
 def _keep(compiled: Any) -> None:
     try:
-        compiled._cache = _SharedCache(compiled.__wrapped__)
+        cache = _SharedCache(compiled.__wrapped__)
     except RuntimeError as error:  # no directory to write to: every process compiles anew
         _log.warning("compiled kernels cannot be cached: %s", error)
+        return
+    compiled._cache = cache
+    compile_it = compiled._compiler.compile
+
+    def compile_or_unlock(*arguments: Any) -> Any:
+        try:
+            return compile_it(*arguments)
+        except BaseException:  # also what interrupts it: nothing will be saved, and others are not to wait for that
+            cache.unlock()
+            raise
+
+    compiled._compiler.compile = compile_or_unlock
 
 
 @functools.cache

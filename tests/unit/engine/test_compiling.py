@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,11 @@ def whole(first, end, arguments):
 
 def half(x):
     return x / 2
+"""
+NO_HALF = """
+
+def no_half(x, y, z):
+    return x.half
 """
 WORKER = """
 import sys
@@ -44,24 +50,59 @@ assert compile_piece(whole, fast_math=True)
 assert compile_function(half)(3) == 1.5
 print("served", flush=True)
 """
+FAILING = """
+import sys
+from numba.core.errors import NumbaError
+from functions import no_half
+from tandem.engine.cpu.compiling import compile_function, compile_piece
+
+
+def refused(call, *arguments, **options):
+    try:
+        call(*arguments, **options)
+    except NumbaError:
+        return True
+    return False
+
+
+for _ in range(2):
+    assert refused(compile_piece, no_half, fast_math=True)
+    assert refused(compile_function(no_half), 1, 2, 3)
+print("tried", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.processes
+def test_who_could_not_compile_a_function_keeps_nobody_from_it(tmp_path: Path) -> None:
+    """Neither itself nor others, who find the same."""
+    (tmp_path / "functions.py").write_text(FUNCTIONS + NO_HALF)
+    (tmp_path / "failing.py").write_text(FAILING)
+    with ExitStack() as stack:
+        for _ in range(2):
+            worker = stack.enter_context(started("failing.py", tmp_path))
+            stack.callback(worker.kill)
+            assert worker.stdout is not None
+            assert worker.stdout.readline() == "tried\n"
+
+
+def started(script: str, directory: Path) -> subprocess.Popen[str]:
+    """A process with nothing in its input, that keeps machine code in `directory`."""
+    return subprocess.Popen(
+        [sys.executable, script],
+        cwd=directory,
+        env={**os.environ, "NUMBA_CACHE_DIR": str(directory / "kept"), "PYTHONPATH": f"{directory}:{os.getcwd()}"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
 
 @pytest.mark.processes
 def test_one_of_those_that_start_together_compiles_and_the_others_wait(tmp_path: Path) -> None:
     (tmp_path / "functions.py").write_text(FUNCTIONS)
     (tmp_path / "worker.py").write_text(WORKER)
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "kept"), "PYTHONPATH": f"{tmp_path}:{os.getcwd()}"}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "worker.py"],
-            cwd=tmp_path,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(3)
-    ]
+    workers = [started("worker.py", tmp_path) for _ in range(3)]
     for worker in workers:
         assert worker.stdout is not None
         assert worker.stdout.readline() == "ready\n"

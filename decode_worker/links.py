@@ -77,7 +77,7 @@ class WriterLinks:
         if link is None or link.number != number:
             return False
         key = f"greeting/{writer}/{number}"  # of its own: the one before may be awaited still
-        self._ask_transport(lambda transport: transport.expect_incoming(key, PeerId(writer), ()))
+        self._ask_transport(lambda transport: transport.expect_incoming(key, PeerId(writer)))
         try:
             async with asyncio.timeout(timeout_s):
                 await link.is_up.wait()

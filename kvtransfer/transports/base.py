@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvtransfer.doorbell import Doorbell
-from kvtransfer.extents import Descriptor
+from kvtransfer.extents import Descriptor, PageArea
 from kvtransfer.interface import Interface
 from kvtransfer.transports.envelope import Envelope, PeerBook
 from kvtransfer.transports.events import PeerId, TransportEvent, WriteHandle
@@ -29,15 +29,10 @@ from tandem.core.errors import TransportError
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """Ranges (offset, bytes) of the local arena into which `peer` may write."""
+    """Where in the local arena `peer` may write; `None`: nowhere."""
 
     peer: PeerId
-    ranges: tuple[tuple[int, int], ...]
-
-    def covers(self, peer: PeerId, offset: int, num_bytes: int) -> bool:
-        """Whether `peer` may write this range."""
-        inside = any(start <= offset and offset + num_bytes <= start + size for start, size in self.ranges)
-        return peer == self.peer and inside
+    area: PageArea | None
 
 
 class Transport(ABC):
@@ -196,12 +191,12 @@ class Transport(ABC):
 
     # ---- the receiving side
 
-    def expect_incoming(self, key: str, peer: PeerId, ranges: Sequence[tuple[int, int]]) -> None:
-        """Writes of `peer` into `ranges` (offset, bytes) may arrive until `end_incoming(key)`.
+    def expect_incoming(self, key: str, peer: PeerId, area: PageArea | None = None) -> None:
+        """Writes of `peer` into `area` may arrive until `end_incoming(key)`; `None`: only messages.
 
         A one-sided transport only learns that it must be polled; a two-sided one accepts nothing else.
         """
-        self._expected[key] = Expectation(peer, tuple(ranges))
+        self._expected[key] = Expectation(peer, area)
 
     def end_incoming(self, key: str) -> None:
         """No write for `key` will arrive. On a two-sided transport this is a fence: later ones are not stored.

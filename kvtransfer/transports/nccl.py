@@ -25,7 +25,7 @@ from typing import ClassVar
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public by documentation
 
-from kvtransfer.extents import Descriptor
+from kvtransfer.extents import Descriptor, PageArea
 from kvtransfer.interface import Interface
 from kvtransfer.transports.base import Transport
 from kvtransfer.transports.envelope import Envelope
@@ -166,11 +166,11 @@ class NcclTransport(Transport):
 
     # ---- the receiving side
 
-    def expect_incoming(self, key: str, peer: PeerId, ranges: Sequence[tuple[int, int]]) -> None:
+    def expect_incoming(self, key: str, peer: PeerId, area: PageArea | None = None) -> None:
         self._open()
         self._peers.get(peer)
         with self._lock:
-            super().expect_incoming(key, peer, ranges)
+            super().expect_incoming(key, peer, area)
         if peer in self._readers:
             return
         self._registered()
@@ -181,13 +181,18 @@ class NcclTransport(Transport):
             self._open(),
             self._stores[peer],
             self._lock,
-            lambda start, size: any(e.covers(peer, start, size) for e in self._expected.values()),
+            lambda ranges: self._may_store(peer, ranges),
             by_host=self._shares_gpu(peer),
         )
 
     def end_incoming(self, key: str) -> None:
         with self._lock:
             super().end_incoming(key)
+
+    def _may_store(self, peer: PeerId, ranges: Sequence[tuple[int, int]]) -> bool:
+        """Whether the peer may write all of these now; with `_lock` held."""
+        areas = [e.area for e in self._expected.values() if e.peer == peer and e.area is not None]
+        return all(any(area.covers(*one) for area in areas) for one in ranges)
 
     def _open(self) -> TCPStore:
         if self._store is None:

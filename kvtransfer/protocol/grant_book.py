@@ -126,9 +126,10 @@ class GrantBook:
 
     def _end(self, record: GrantRecord, reason: RefusalReason, now_s: float) -> None:
         """End a grant whose pages no write can reach: no writer ever knew of it, or a fence was seen."""
-        grant_id, pages, was = record.held.grant_id, record.unverified_pages, record.state
+        grant_id, was = record.held.grant_id, record.state
+        pages, verified = record.unverified_pages, record.verified_pages
         self._move(record, GrantState.REFUSED, now_s, reason)
-        record.commit = None
+        record.forget_contents()
         if was in (GrantState.OPEN, GrantState.QUARANTINED):
             self._out.append(ev.EndWrites(grant_id))
         if was is GrantState.QUARANTINED:
@@ -136,7 +137,7 @@ class GrantBook:
             self._kill_asked_s.pop(record.sender or "", None)
             self._out.append(ev.LiftQuarantine(record.key, grant_id, pages))
         else:
-            self._out.append(ev.FreePages(record.key, grant_id, pages, record.verified_pages))
+            self._out.append(ev.FreePages(record.key, grant_id, pages, verified))
 
     def _ask_to_stop(self, record: GrantRecord, now_s: float) -> None:
         assert record.reason is not None

@@ -63,7 +63,8 @@ class GrantRecord:
     drained_s: float = 0.0
     reason: RefusalReason | None = None  # Invariant: set exactly in ABANDONED, QUARANTINED and REFUSED
     commit: Commit | None = None  # Invariant: set exactly in VERIFYING and ABANDONED
-    # Digests by layer of the pages that parts have verified, by index in the grant. Invariant: grows in OPEN only.
+    # Digests by layer of the pages that parts have verified, by index in the grant. Invariant: grows in OPEN only,
+    # empty in ADMITTED and REFUSED.
     verified: dict[int, tuple[int, ...]] = field(default_factory=dict)
     history: list[str] = field(default_factory=list)
 
@@ -87,6 +88,10 @@ class GrantRecord:
     def unverified_pages(self) -> tuple[int, ...]:
         """The grant's other pages, in order."""
         return tuple(page for index, page in enumerate(self.held.pages) if index not in self.verified)
+
+    def forget_contents(self) -> None:
+        """The grant is over. For what is repeated its record stays for a while, without the many digests."""
+        self.commit, self.verified = None, {}
 
     def note_verified(self, part: CommitPart) -> None:
         """All bytes of a part are right."""

@@ -9,7 +9,7 @@ from handoff_workers import LEASE_ENDS_S, LOCAL, RECEIVER_LIMITS, ReceivingWorke
 from kvtransfer.protocol import receiver_events as rx
 from kvtransfer.protocol import sender_events as tx
 from kvtransfer.protocol.capability import make_capability
-from kvtransfer.protocol.grants import GrantState
+from kvtransfer.protocol.grants import ENDED, GrantState
 from kvtransfer.protocol.messages import AttemptKey, CommitPart, RefusalReason
 
 LAST = (PAGES[2],)
@@ -166,6 +166,21 @@ def test_verified_pages_need_no_fence_and_the_others_do(event: str) -> None:
         assert worker.handoffs.num_quarantined_pages == 0
     else:
         assert out[-1] == rx.FreePages(KEY, grant_id, LAST, verified)
+
+
+@pytest.mark.parametrize("ends", [["idle"], ["exit"], ["cancel", "idle"], ["commit", "verified"], ["commit", "wrong"]])
+def test_an_ended_grant_is_remembered_without_its_digests(ends: list[str]) -> None:
+    worker = with_part()
+    said = {
+        "verified": rx.DigestsVerified(worker.grant.grant_id),
+        "wrong": rx.DigestsVerified(worker.grant.grant_id, ((0, PAGES[2]),)),
+    }
+    for event in ends:
+        worker.feed(said.get(event) or worker.event(event))
+    record = worker.handoffs.record(KEY)
+    assert record is not None
+    assert record.state in ENDED
+    assert (record.commit, record.verified) == (None, {})
 
 
 def test_a_commit_with_a_wrong_page_keeps_the_verified_ones() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import ItemsView, Iterator
+from typing import Any
+
 import pytest
 from handoff_examples import FIRST, KEY, PAGES, SECRET, SENDER, a_grant, commit_for, digest_of, names, part_for
 from handoff_workers import LEASE_ENDS_S, LOCAL, RECEIVER_LIMITS, ReceivingWorker, SendingWorker
@@ -9,7 +12,7 @@ from handoff_workers import LEASE_ENDS_S, LOCAL, RECEIVER_LIMITS, ReceivingWorke
 from kvtransfer.protocol import receiver_events as rx
 from kvtransfer.protocol import sender_events as tx
 from kvtransfer.protocol.capability import make_capability
-from kvtransfer.protocol.grants import ENDED, GrantState
+from kvtransfer.protocol.grants import ENDED, GrantRecord, GrantState
 from kvtransfer.protocol.messages import AttemptKey, CommitPart, RefusalReason
 
 LAST = (PAGES[2],)
@@ -147,6 +150,29 @@ def test_lost_and_reordered_parts_cost_nothing() -> None:
 def test_a_repeated_part_is_confirmed_without_reading_again() -> None:
     worker = with_part()
     assert worker.feed(worker.event("part")) == [rx.ConfirmPart(worker.grant.grant_id)]
+
+
+def test_a_part_is_compared_with_its_own_pages_only() -> None:
+    class Counted(dict[int, tuple[int, ...]]):
+        """Pages that were looked at."""
+
+        seen = 0
+
+        def __iter__(self) -> Iterator[int]:
+            self.seen += len(self)
+            return super().__iter__()
+
+        def items(self) -> ItemsView[int, tuple[int, ...]]:
+            self.seen += len(self)
+            return super().items()
+
+        def get(self, key: int, default: Any = None) -> Any:
+            self.seen += 1
+            return super().get(key, default)
+
+    record = GrantRecord(KEY, 0.0, grant=a_grant(), verified=Counted({index: (index, index) for index in range(1000)}))
+    assert record.drop_contradicted(1000, ((1000, 1001), (1000, 1001))) == []
+    assert record.verified.seen <= 2  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("event", ["cancel", "lapse", "idle", "exit"])

@@ -26,6 +26,8 @@ from kvtransfer.transports.envelope import Envelope, PeerBook
 from kvtransfer.transports.events import PeerId, TransportEvent, WriteHandle
 from tandem.core.errors import TransportError
 
+DEFAULT_TIMEOUT_S = 10.0
+
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
@@ -40,7 +42,8 @@ class Transport(ABC):
 
     The constructor of every implementation begins with `agent_name`, which must be new for each incarnation of a
     worker: peers refuse a restarted one under an old name. `host` is this host's address, as peers reach it.
-    `interface` is the one that carries pages; `None`: the library chooses.
+    `interface` is the one that carries pages; `None`: the library chooses. `timeout_s` bounds each step in which the
+    library blocks, if there is one.
 
     Attributes:
         doorbell: rung when it is worth polling at once.
@@ -53,9 +56,12 @@ class Transport(ABC):
     carries_messages: ClassVar[bool] = False  # whether there is `send`
     greets: ClassVar[bool] = False  # whether there is `greet`
 
-    def __init__(self, agent_name: str, host: str, interface: Interface | None = None) -> None:
+    def __init__(
+        self, agent_name: str, host: str, interface: Interface | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
         self.agent_name = agent_name
         self.interface = interface
+        self.timeout_s = timeout_s
         self.doorbell = Doorbell(host)
         self._peers = PeerBook(self.name, agent_name)
         # Peers to which the connection is broken: nothing is posted. Invariant: `_hung_up` is a part of it.

@@ -82,11 +82,27 @@ def test_a_prompt_of_one_chunk_has_no_parts(computed_first: bool) -> None:
 
 
 def test_the_last_page_is_never_in_a_part() -> None:
-    """Also where the pages that the receiver has are sealed after it."""
+    """Also where an earlier one is sealed after it."""
     worker = SendingWorker()
-    grant = a_grant(pages=PAGES[1:], first_page=1)
-    worker.feed(tx.GrantAttached(grant, LEASE_ENDS_S))
-    assert write(worker, 1, 3) == [tx.SendCommitPart(part_for(grant, 0, 1))]
+    worker.attach()
+    assert write(worker, 1, 3) == []
+    assert write(worker, 0, 1) == []
+
+
+@pytest.mark.parametrize("grant_first", [True, False])
+def test_no_part_goes_before_the_commit_where_the_first_pages_are_never_sealed(grant_first: bool) -> None:
+    """No token to come sees them, or the receiver has them."""
+    worker = SendingWorker()
+    attached = tx.GrantAttached(a_grant(pages=PAGES[1:], first_page=1), LEASE_ENDS_S)
+    if grant_first:
+        worker.feed(attached)
+    for layer in range(2):
+        worker.seal(layer, 1, 3)
+    if not grant_first:
+        worker.feed(attached)
+    for told in [told for told in worker.told if isinstance(told, tx.PostWrites)]:
+        assert worker.feed(tx.WriteCompleted(told.write_id)) == []
+    assert names(worker.feed(tx.AllComputed(FIRST))) == ["SendCommit"]
 
 
 def test_a_refused_part_ends_the_attempt_as_a_refused_commit_does() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvtransfer.transports.base import Transport
 from kvtransfer.transports.events import PeerId
+from tandem.core.errors import TransportError
 
 AskTransport = Callable[[Callable[[Transport], Any]], Future[Any]]
 """Runs a command on the transfer thread, in order; an error is the caller's. Raises `TransportError` when it stops."""
@@ -42,9 +43,13 @@ class WriterLinks:
             closed: called on the transfer thread if bytes of the connection that was closed may be on their way.
 
         Raises:
-            TransportError: its metadata cannot be used, or this worker stops.
+            TransportError: its metadata cannot be used, or this worker stops, or the connection that the writer has
+                closed was to an earlier worker at this address. Its number would be taken for one of ours, and later
+                ones for repetitions, which close nothing.
         """
         known = self._links.get(writer)
+        if known is None and number > 0:
+            raise TransportError(f"{writer} has had no connection to this worker: it has closed one to an earlier one")
         old = known if known is not None and known.number < number else None
         if known is None or old is not None:  # else the call is repeated
             self._links[writer] = _Link(number)
@@ -77,7 +82,7 @@ class WriterLinks:
         if link is None or link.number != number:
             return False
         key = f"greeting/{writer}/{number}"  # of its own: the one before may be awaited still
-        self._ask_transport(lambda transport: transport.expect_incoming(key, PeerId(writer), ()))
+        self._ask_transport(lambda transport: transport.expect_incoming(key, PeerId(writer)))
         try:
             async with asyncio.timeout(timeout_s):
                 await link.is_up.wait()

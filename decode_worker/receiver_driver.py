@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from decode_worker.landing import IdleWord, Landing
-from kvtransfer.extents import ArenaShape, TakeDigests, page_ranges
+from kvtransfer.extents import ArenaShape, PageArea, TakeDigests
 from kvtransfer.layout import LayoutId
 from kvtransfer.protocol import receiver_events as ev
 from kvtransfer.protocol.arrivals import ArrivedDigests, WriteTag
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 class Incoming(Protocol):
     """The receiving side of the transport; see `kvtransfer.transports.base.Transport`."""
 
-    def expect_incoming(self, key: str, peer: PeerId, ranges: Sequence[tuple[int, int]]) -> None: ...
+    def expect_incoming(self, key: str, peer: PeerId, area: PageArea | None = None) -> None: ...
 
     def end_incoming(self, key: str) -> None: ...
 
@@ -319,8 +319,7 @@ class ReceiverDriver:
             self._attempts.refused(i.key, i.reason, i.detail)
 
     def _expect(self, i: ev.ExpectWrites) -> None:
-        ranges = page_ranges(i.pages, self._shape)
-        self._transport.expect_incoming(i.grant_id, PeerId(i.sender), ranges)
+        self._transport.expect_incoming(i.grant_id, PeerId(i.sender), PageArea(i.pages, self._shape))
         self._arriving[i.grant_id] = _Arriving(i.sender, ArrivedDigests(i.pages, self._shape.num_layers))
 
     def _end_writes(self, i: ev.EndWrites) -> None:

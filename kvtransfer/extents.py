@@ -54,16 +54,29 @@ class ArenaShape:
         return (layer * self.num_pages + page) * self.extent_bytes
 
 
-def page_ranges(pages: Iterable[int], shape: ArenaShape) -> list[tuple[int, int]]:
-    """Where `pages` lie in every layer, as maximal (offset, bytes) runs, ascending."""
-    ranges: list[tuple[int, int]] = []
-    wanted = sorted(set(pages))
-    for offset in (shape.offset(layer, page) for layer in range(shape.num_layers) for page in wanted):
-        if ranges and sum(ranges[-1]) == offset:
-            ranges[-1] = (ranges[-1][0], ranges[-1][1] + shape.extent_bytes)
-        else:
-            ranges.append((offset, shape.extent_bytes))
-    return ranges
+class PageArea:
+    """Where some pages of an arena lie, in all layers.
+
+    A long prompt has hundreds of thousands of extents, so they are not listed: neither an area nor a question about it
+    costs more for them.
+
+    Raises:
+        ValueError: the arena has no such page.
+    """
+
+    def __init__(self, pages: Iterable[int], shape: ArenaShape) -> None:
+        self._pages = frozenset(pages)
+        self._shape = shape
+        for page in self._pages:
+            shape.offset(0, page)
+
+    def covers(self, offset: int, num_bytes: int) -> bool:
+        """Whether these bytes, one at least, lie in it."""
+        size, num_pages = self._shape.extent_bytes, self._shape.num_pages
+        if offset < 0 or num_bytes < 1 or offset + num_bytes > self._shape.num_bytes:
+            return False
+        extents = range(offset // size, (offset + num_bytes - 1) // size + 1)
+        return all(extent % num_pages in self._pages for extent in extents)
 
 
 def merge_extents(writes: Iterable[PageWrite], local: ArenaShape, remote: ArenaShape) -> list[Descriptor]:

@@ -72,5 +72,5 @@ class Commits:
             return False
         if isinstance(said, Commit):
             self._under_way[said.key] = said.grant_id
-            transport.expect_incoming(said.grant_id, peer.name, ())
+            transport.expect_incoming(said.grant_id, peer.name)
         return True

@@ -97,7 +97,7 @@ class Connections:
 
         def greet(transport: Transport) -> bool:
             if transport.greets:
-                transport.expect_incoming(key, peer.name, ())  # so that it is polled, which the wire-up needs
+                transport.expect_incoming(key, peer.name)  # so that it is polled, which the wire-up needs
                 transport.greet(peer.name, number)
             return transport.greets
 

@@ -120,12 +120,14 @@ class SenderDriver:
     def sealed(self, pages: Sequence[SealedPages]) -> None:
         """Send, as soon as there is a grant."""
         for part in pages:
-            entry = self._entries.get(part.key)
+            # Pages are shared with the driver once, with their first layer.
+            entry, is_first = self._entries.get(part.key), part.layers[0] == 0
             if entry is None or entry.released:
-                # Pages were shared with the driver once, with their first layer.
-                if part.layers[0] == 0:
+                if is_first:
                     self._callbacks.release(part.local_pages)
                 continue
+            if not is_first and not entry.pages.issuperset(part.local_pages):
+                continue  # of a handoff that ended during this step; the attempt's start came again, and opened another
             entry.pages.update(part.local_pages)
             digests = self._digests.of(part.layers, part.local_pages)
             self._handle(part.key, ev.PagesSealed(part.layers[0], part.first_index, part.local_pages, digests))

@@ -17,7 +17,7 @@ from typing import Any
 
 from decode_worker.receiver_driver import Answer, ReceiverDriver
 from kvtransfer.digest import digests_of
-from kvtransfer.extents import ArenaShape, PageWrite, merge_extents
+from kvtransfer.extents import ArenaShape, PageArea, PageWrite, merge_extents
 from kvtransfer.layout import LayoutId
 from kvtransfer.protocol import sender_events as ev
 from kvtransfer.protocol.attempts import SenderLimits
@@ -192,8 +192,8 @@ class ReceivingEnd(End):
 
     def expect_raw(self, sender: str) -> None:
         """Poll until `end_raw`: raw writes come."""
-        ranges = ((0, self.shape.num_bytes),)
-        self.ask(lambda transport: transport.expect_incoming("raw", PeerId(sender), ranges)).result()
+        area = PageArea(range(self.shape.num_pages), self.shape)
+        self.ask(lambda transport: transport.expect_incoming("raw", PeerId(sender), area)).result()
 
     def end_raw(self) -> None:
         self.ask(lambda transport: transport.end_incoming("raw")).result()
@@ -361,7 +361,7 @@ class SendingEnd(End):
             self._say(said)
             return
         if isinstance(said, Commit):  # polled until its end: that drives the message on
-            self._transport.expect_incoming(str(said.key), self._peer[0], ())
+            self._transport.expect_incoming(str(said.key), self._peer[0])
 
     def confirm_idle(self, idle: ev.ConfirmIdle) -> None:
         self._confirm(idle)

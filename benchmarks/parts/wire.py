@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from kvtransfer.extents import ArenaShape, PageWrite, merge_extents
+from kvtransfer.extents import ArenaShape, PageArea, PageWrite, merge_extents
 from kvtransfer.transports.base import Transport
 from kvtransfer.transports.events import PeerId, WriteCompleted, WriteFailed
 from kvtransfer.transports.registry import create_transport
@@ -89,8 +89,7 @@ def _write_all(
         peer = end.connect(target.recv())
         seconds = []
         for _ in range(_NUM_WARM_UP + num_runs):
-            ranges = [(d.remote_offset, d.num_bytes) for d in descriptors]
-            target.send((end.agent_name, ranges))
+            target.send((end.agent_name, PageArea(remote_pages, shape)))
             target.recv()  # it expects the write and polls
             begun_s = time.perf_counter()
             end.post_write(peer, descriptors)
@@ -124,8 +123,8 @@ def _be_target(source: Connection, transport: str, layout: KVLayout, num_pages: 
         source.send(end.metadata())
         end.connect(metadata)
         while True:
-            name, ranges = source.recv()
-            end.expect_incoming("raw", PeerId(name), ranges)
+            name, area = source.recv()
+            end.expect_incoming("raw", PeerId(name), area)
             source.send(None)
             while not source.poll():
                 end.poll()

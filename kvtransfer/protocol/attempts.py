@@ -49,6 +49,8 @@ class SealedExtents:
     """Extents whose bytes will not change any more, by layer and index of the page in the prompt."""
 
     def __init__(self, num_layers: int, num_pages: int) -> None:
+        self._first_sent = 0
+        # Invariant: of the pages from `_first_sent` on.
         self._num_unsealed = num_layers * num_pages
         # Invariant: never changes an entry, so a digest is of the bytes that were posted.
         self._pages: list[int | None] = [None] * num_pages  # here, by index
@@ -56,8 +58,13 @@ class SealedExtents:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every extent of the prompt is sealed: nothing is left to compute but the first tokens."""
+        """Whether every extent that is sent is sealed: nothing is left to compute but the first tokens."""
         return not self._num_unsealed
+
+    def send_from(self, first_index: int) -> None:
+        """Pages before this one are not sent. Those that no token to come sees are never sealed either."""
+        self._first_sent = first_index
+        self._num_unsealed = sum(row[first_index:].count(None) for row in self._digests)
 
     def add(
         self, first_layer: int, first_index: int, local_pages: Sequence[int], digests: Sequence[Sequence[int]]
@@ -81,7 +88,8 @@ class SealedExtents:
         self._pages[first_index:last] = local_pages
         for row, found in zip(known, digests, strict=True):
             row[first_index:last] = found
-        self._num_unsealed -= sum(run.num_pages for run in fresh)
+        sent_from = self._first_sent
+        self._num_unsealed -= sum(max(0, first + num - max(first, sent_from)) for _, first, num in fresh)
         return fresh
 
     def from_page(self, first_index: int) -> list[ExtentRun]:

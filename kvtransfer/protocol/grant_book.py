@@ -24,10 +24,10 @@ class GrantBook:
         self.layout = layout
         self.limits = limits or ReceiverLimits()
         self._records: dict[AttemptKey, GrantRecord] = {}
-        # Invariant: all and only records that have not ended. What time does is looked for among these alone: the ended
-        # ones of the last minute may be thousands.
+        # Invariant: all and only records that were granted and have not ended. What time and the ends of writers do is
+        # looked for among these alone: those that wait may be hundreds, the ended ones of the last minute thousands.
         self._live: dict[AttemptKey, GrantRecord] = {}
-        # Invariant: all and only the others, in the order of their ends, so that the first is forgotten first.
+        # Invariant: all and only those that have, in the order of their ends, so that the first is forgotten first.
         self._ended: OrderedDict[AttemptKey, GrantRecord] = OrderedDict()
         # Invariant: holds all and only records that have a grant, by its id.
         self._by_grant: dict[str, GrantRecord] = {}
@@ -86,7 +86,7 @@ class GrantBook:
     # ---- records
 
     def _new_record(self, key: AttemptKey, now_s: float) -> GrantRecord:
-        record = self._records[key] = self._live[key] = GrantRecord(key, now_s)
+        record = self._records[key] = GrantRecord(key, now_s)
         attempts = self._attempts.setdefault(key.request_id, [])
         attempts.append(key.attempt)
         attempts.sort()
@@ -107,7 +107,10 @@ class GrantBook:
         record.since_s = now_s
         record.reason = reason
         if state in ENDED:
-            self._ended[record.key] = self._live.pop(record.key)
+            self._live.pop(record.key, None)
+            self._ended[record.key] = record
+        else:
+            self._live[record.key] = record
 
     def _refuse(self, record: GrantRecord, detail: str = "") -> None:
         assert record.reason is not None
@@ -126,9 +129,10 @@ class GrantBook:
 
     def _end(self, record: GrantRecord, reason: RefusalReason, now_s: float) -> None:
         """End a grant whose pages no write can reach: no writer ever knew of it, or a fence was seen."""
-        grant_id, pages, was = record.held.grant_id, record.unverified_pages, record.state
+        grant_id, was = record.held.grant_id, record.state
+        pages, verified = record.unverified_pages, record.verified_pages
         self._move(record, GrantState.REFUSED, now_s, reason)
-        record.commit = None
+        record.forget_contents()
         if was in (GrantState.OPEN, GrantState.QUARANTINED):
             self._out.append(ev.EndWrites(grant_id))
         if was is GrantState.QUARANTINED:
@@ -136,7 +140,7 @@ class GrantBook:
             self._kill_asked_s.pop(record.sender or "", None)
             self._out.append(ev.LiftQuarantine(record.key, grant_id, pages))
         else:
-            self._out.append(ev.FreePages(record.key, grant_id, pages, record.verified_pages))
+            self._out.append(ev.FreePages(record.key, grant_id, pages, verified))
 
     def _ask_to_stop(self, record: GrantRecord, now_s: float) -> None:
         assert record.reason is not None

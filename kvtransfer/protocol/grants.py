@@ -63,7 +63,8 @@ class GrantRecord:
     drained_s: float = 0.0
     reason: RefusalReason | None = None  # Invariant: set exactly in ABANDONED, QUARANTINED and REFUSED
     commit: Commit | None = None  # Invariant: set exactly in VERIFYING and ABANDONED
-    # Digests by layer of the pages that parts have verified, by index in the grant. Invariant: grows in OPEN only.
+    # Digests by layer of the pages that parts have verified, by index in the grant. Invariant: grows in OPEN only,
+    # empty in ADMITTED and REFUSED.
     verified: dict[int, tuple[int, ...]] = field(default_factory=dict)
     history: list[str] = field(default_factory=list)
 
@@ -88,6 +89,10 @@ class GrantRecord:
         """The grant's other pages, in order."""
         return tuple(page for index, page in enumerate(self.held.pages) if index not in self.verified)
 
+    def forget_contents(self) -> None:
+        """The grant is over. For what is repeated its record stays for a while, without the many digests."""
+        self.commit, self.verified = None, {}
+
     def note_verified(self, part: CommitPart) -> None:
         """All bytes of a part are right."""
         self.verified |= dict(enumerate(zip(*part.digests, strict=True), start=part.first_index))
@@ -106,8 +111,9 @@ class GrantRecord:
         """
         if not self.verified:
             return []
-        said = dict(enumerate(zip(*digests, strict=True), start=first_index))
-        wrong = [index for index, digest in self.verified.items() if said.get(index, digest) != digest]
+        # Of a part only its own pages are looked at: a long prompt comes in hundreds of parts.
+        said = enumerate(zip(*digests, strict=True), start=first_index)
+        wrong = [index for index, digest in said if self.verified.get(index, digest) != digest]
         for index in wrong:
             del self.verified[index]
         return [self.held.pages[index] for index in wrong]

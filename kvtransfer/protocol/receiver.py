@@ -252,7 +252,7 @@ class ReceiverHandoffs(GrantBook):
             self._refuse(record, _describe(event.mismatches))
             return
         self._move(record, GrantState.ADMITTED, now_s)
-        record.commit = None
+        record.forget_contents()
         self._out.append(ev.AdmitRequest(grant, commit))
         self._out.append(ev.SendAck(record.key, grant.grant_id))
 

@@ -56,6 +56,8 @@ class SenderHandoff(SenderPages):
             raise self._illegal(f"grant {grant.grant_id} is for {grant.key}")
         self.grant = grant
         self._parted = grant.first_page
+        if grant.first_page:
+            self._sealed.send_from(grant.first_page)
         self._lease_ends_s = event.lease_ends_s
         self._move(SenderState.SENDING)
         names = differences(grant.layout, self.layout)

@@ -20,24 +20,21 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvtransfer.doorbell import Doorbell
-from kvtransfer.extents import Descriptor
+from kvtransfer.extents import Descriptor, PageArea
 from kvtransfer.interface import Interface
 from kvtransfer.transports.envelope import Envelope, PeerBook
 from kvtransfer.transports.events import PeerId, TransportEvent, WriteHandle
 from tandem.core.errors import TransportError
 
+DEFAULT_TIMEOUT_S = 10.0
+
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """Ranges (offset, bytes) of the local arena into which `peer` may write."""
+    """Where in the local arena `peer` may write; `None`: nowhere."""
 
     peer: PeerId
-    ranges: tuple[tuple[int, int], ...]
-
-    def covers(self, peer: PeerId, offset: int, num_bytes: int) -> bool:
-        """Whether `peer` may write this range."""
-        inside = any(start <= offset and offset + num_bytes <= start + size for start, size in self.ranges)
-        return peer == self.peer and inside
+    area: PageArea | None
 
 
 class Transport(ABC):
@@ -45,7 +42,8 @@ class Transport(ABC):
 
     The constructor of every implementation begins with `agent_name`, which must be new for each incarnation of a
     worker: peers refuse a restarted one under an old name. `host` is this host's address, as peers reach it.
-    `interface` is the one that carries pages; `None`: the library chooses.
+    `interface` is the one that carries pages; `None`: the library chooses. `timeout_s` bounds each step in which the
+    library blocks, if there is one.
 
     Attributes:
         doorbell: rung when it is worth polling at once.
@@ -58,9 +56,12 @@ class Transport(ABC):
     carries_messages: ClassVar[bool] = False  # whether there is `send`
     greets: ClassVar[bool] = False  # whether there is `greet`
 
-    def __init__(self, agent_name: str, host: str, interface: Interface | None = None) -> None:
+    def __init__(
+        self, agent_name: str, host: str, interface: Interface | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
         self.agent_name = agent_name
         self.interface = interface
+        self.timeout_s = timeout_s
         self.doorbell = Doorbell(host)
         self._peers = PeerBook(self.name, agent_name)
         # Peers to which the connection is broken: nothing is posted. Invariant: `_hung_up` is a part of it.
@@ -196,12 +197,12 @@ class Transport(ABC):
 
     # ---- the receiving side
 
-    def expect_incoming(self, key: str, peer: PeerId, ranges: Sequence[tuple[int, int]]) -> None:
-        """Writes of `peer` into `ranges` (offset, bytes) may arrive until `end_incoming(key)`.
+    def expect_incoming(self, key: str, peer: PeerId, area: PageArea | None = None) -> None:
+        """Writes of `peer` into `area` may arrive until `end_incoming(key)`; `None`: only messages.
 
         A one-sided transport only learns that it must be polled; a two-sided one accepts nothing else.
         """
-        self._expected[key] = Expectation(peer, tuple(ranges))
+        self._expected[key] = Expectation(peer, area)
 
     def end_incoming(self, key: str) -> None:
         """No write for `key` will arrive. On a two-sided transport this is a fence: later ones are not stored.

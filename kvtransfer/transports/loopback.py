@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from kvtransfer.extents import Descriptor
 from kvtransfer.interface import Interface
-from kvtransfer.transports.base import Transport
+from kvtransfer.transports.base import DEFAULT_TIMEOUT_S, Transport
 from kvtransfer.transports.envelope import Envelope
 from kvtransfer.transports.events import (
     GreetingArrived,
@@ -156,10 +156,11 @@ class LoopbackTransport(Transport):
         *,
         host: str = "127.0.0.1",
         interface: Interface | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
         network: LoopbackNetwork | None = None,
         faults: FaultPlan | None = None,
     ) -> None:
-        super().__init__(agent_name, host, interface)
+        super().__init__(agent_name, host, interface, timeout_s)
         self.faults = faults or FaultPlan()
         self._network = network or _DEFAULT_NETWORK
         self._pending: list[_Pending] = []

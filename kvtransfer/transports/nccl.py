@@ -25,9 +25,9 @@ from typing import ClassVar
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public by documentation
 
-from kvtransfer.extents import Descriptor
+from kvtransfer.extents import Descriptor, PageArea
 from kvtransfer.interface import Interface
-from kvtransfer.transports.base import Transport
+from kvtransfer.transports.base import DEFAULT_TIMEOUT_S, Transport
 from kvtransfer.transports.envelope import Envelope
 from kvtransfer.transports.events import PeerId, TransportEvent, WriteCompleted, WriteFailed, WriteHandle
 from kvtransfer.transports.pairs import PairReader, PairWriter, QueuedWrite, Side, translated
@@ -35,8 +35,9 @@ from tandem.core.errors import TransportError
 
 
 class NcclTransport(Transport):
-    """Args:
-        timeout_s: bound of each blocking step of a transfer; a stopped peer fails a write after it.
+    """A write to a stopped peer fails after `timeout_s`.
+
+    Args:
         frame_bytes: bytes that are packed and sent at once.
 
     Raises:
@@ -51,15 +52,14 @@ class NcclTransport(Transport):
         *,
         host: str = "127.0.0.1",
         interface: Interface | None = None,
-        timeout_s: float = 10.0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
         frame_bytes: int = 16 << 20,
     ) -> None:
-        super().__init__(agent_name, host, interface)
+        super().__init__(agent_name, host, interface, timeout_s)
         if interface is not None:  # gloo listens on `host`
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface.name}")
             rdma = interface.devices()[1:]
             os.environ.setdefault(*(("NCCL_IB_HCA", "=" + ",".join(rdma)) if rdma else ("NCCL_IB_DISABLE", "1")))
-        self._timeout_s = timeout_s
         self._frame_bytes = frame_bytes
         with translated(f"cannot serve a store on {host}"):
             self._store: TCPStore | None = TCPStore(
@@ -81,7 +81,7 @@ class NcclTransport(Transport):
     def _register(self, me: Envelope) -> None:
         arena = _as_bytes(me, self._owner)
         self._gpu = str(torch.cuda.get_device_properties(arena.device).uuid) if arena.is_cuda else ""
-        self._side = Side(self.agent_name, arena, self.doorbell.host, self._timeout_s, self._frame_bytes, self._report)
+        self._side = Side(self.agent_name, arena, self.doorbell.host, self.timeout_s, self._frame_bytes, self._report)
 
     def _blob(self) -> bytes:
         port = self._open().port
@@ -166,11 +166,11 @@ class NcclTransport(Transport):
 
     # ---- the receiving side
 
-    def expect_incoming(self, key: str, peer: PeerId, ranges: Sequence[tuple[int, int]]) -> None:
+    def expect_incoming(self, key: str, peer: PeerId, area: PageArea | None = None) -> None:
         self._open()
         self._peers.get(peer)
         with self._lock:
-            super().expect_incoming(key, peer, ranges)
+            super().expect_incoming(key, peer, area)
         if peer in self._readers:
             return
         self._registered()
@@ -181,13 +181,18 @@ class NcclTransport(Transport):
             self._open(),
             self._stores[peer],
             self._lock,
-            lambda start, size: any(e.covers(peer, start, size) for e in self._expected.values()),
+            lambda ranges: self._may_store(peer, ranges),
             by_host=self._shares_gpu(peer),
         )
 
     def end_incoming(self, key: str) -> None:
         with self._lock:
             super().end_incoming(key)
+
+    def _may_store(self, peer: PeerId, ranges: Sequence[tuple[int, int]]) -> bool:
+        """Whether the peer may write all of these now; with `_lock` held."""
+        areas = [e.area for e in self._expected.values() if e.peer == peer and e.area is not None]
+        return all(any(area.covers(*one) for area in areas) for one in ranges)
 
     def _open(self) -> TCPStore:
         if self._store is None:

@@ -323,7 +323,7 @@ class PairReader(PairThread):
             client that waits is locked.
         peer_at: host and port of the writer's store.
         lock: held from `may_store`'s answer until the bytes are stored, so that the end of a grant is a fence.
-        may_store: whether the peer may write (offset, bytes) now; called with `lock` held.
+        may_store: whether the peer may write all of these (offset, bytes) now; called with `lock` held.
         by_host: as of `PairWriter`.
     """
 
@@ -334,7 +334,7 @@ class PairReader(PairThread):
         own_store: TCPStore,
         peer_at: tuple[str, int],
         lock: threading.Lock,
-        may_store: Callable[[int, int], bool],
+        may_store: Callable[[Sequence[tuple[int, int]]], bool],
         *,
         by_host: bool,
     ) -> None:
@@ -382,7 +382,7 @@ class PairReader(PairThread):
     def _receive(self, header: Header) -> None:
         with self._lock:
             num_hang_ups = self._num_hang_ups
-            allowed = all(self._may_store(start, size) for start, size in header.ranges)
+            allowed = self._may_store(header.ranges)
         if num_hang_ups != self._num_begun_anew:  # as the writer does
             self._num_begun_anew = num_hang_ups
             self._group = self._theirs = None
@@ -418,7 +418,7 @@ class PairReader(PairThread):
 
     def _scatter(self, packed: torch.Tensor, frame: Sequence[tuple[int, int]], num_hang_ups: int) -> bool:
         with self._lock:
-            if num_hang_ups != self._num_hang_ups or not all(self._may_store(start, size) for start, size in frame):
+            if num_hang_ups != self._num_hang_ups or not self._may_store(frame):
                 return False
             at = 0
             for start, size in frame:

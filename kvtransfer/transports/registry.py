@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from kvtransfer.interface import Interface
-from kvtransfer.transports.base import Transport
+from kvtransfer.transports.base import DEFAULT_TIMEOUT_S, Transport
 from tandem.core.errors import ConfigError
 
 _CLASSES = {
@@ -21,7 +21,13 @@ def transport_names() -> list[str]:
 
 
 def create_transport(
-    name: str, agent_name: str, *, host: str = "127.0.0.1", interface: Interface | None = None, **options: Any
+    name: str,
+    agent_name: str,
+    *,
+    host: str = "127.0.0.1",
+    interface: Interface | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    **options: Any,
 ) -> Transport:
     """Make the transport called `name`.
 
@@ -29,6 +35,7 @@ def create_transport(
         agent_name: one for each incarnation of a worker.
         host: address of this host that peers can reach.
         interface: of the network that carries pages, in place of `host`.
+        timeout_s: bound of each step of a transfer in which a library blocks.
         options: passed to the transport's constructor.
 
     Raises:
@@ -41,4 +48,5 @@ def create_transport(
         )
     module, _, attribute = _CLASSES[name].partition(":")
     cls: type[Transport] = getattr(import_module(module), attribute)
-    return cls(agent_name, host=interface.address if interface else host, interface=interface, **options)
+    address = interface.address if interface else host
+    return cls(agent_name, host=address, interface=interface, timeout_s=timeout_s, **options)

@@ -35,7 +35,7 @@ import numpy as np
 
 from kvtransfer.extents import Descriptor
 from kvtransfer.interface import Interface
-from kvtransfer.transports.base import Transport
+from kvtransfer.transports.base import DEFAULT_TIMEOUT_S, Transport
 from kvtransfer.transports.envelope import Envelope
 from kvtransfer.transports.events import (
     GreetingArrived,
@@ -113,8 +113,15 @@ class UcxTransport(Transport):
     carries_messages: ClassVar[bool] = True
     greets: ClassVar[bool] = True
 
-    def __init__(self, agent_name: str, *, host: str = "127.0.0.1", interface: Interface | None = None) -> None:
-        super().__init__(agent_name, host, interface)
+    def __init__(
+        self,
+        agent_name: str,
+        *,
+        host: str = "127.0.0.1",
+        interface: Interface | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        super().__init__(agent_name, host, interface, timeout_s)
         networks = {"UCX_NET_DEVICES": ",".join(interface.devices())} if interface is not None else {}
         for key, value in (DEFAULT_ENVIRONMENT | networks).items():
             os.environ.setdefault(key, value)

@@ -24,7 +24,7 @@ from kvtransfer.transports.events import ThreadEvent
 from kvtransfer.transports.own_stream import use_own_stream
 from kvtransfer.transports.registry import create_transport
 from kvtransfer.wire import layout_to_proto, protocols_to_proto
-from tandem.core.config import Config
+from tandem.core.config import Config, TransportConfig
 from tandem.core.errors import ConfigError, TandemError, TransportError
 from tandem.core.identity import Role
 from tandem.core.pages import PagePool, model_salt
@@ -245,8 +245,7 @@ def build_parts(
     runner = Runner(engine, scheduler, name=f"runner-{name}", on_fatal=life.fail, pacing=pacing, step_log=step_log)
     guides = Guides(_load_vocabulary(place, engine), runner.submit, counters)
     undo.callback(guides.close)
-    interface = find_interface(config.transport.interface) if config.transport.interface else None
-    transport = create_transport(config.transport.name, place.incarnation, host=place.host, interface=interface)
+    transport = make_transport(config.transport, place)
     cores = transfer_cores(role, os.sched_getaffinity(0)) if site.on_cpu else None
     transfer = TransferThread(transport, on_transfer_event, life.fail, name=f"kv-{name}", cores=cores)
     undo.callback(transfer.stop)
@@ -277,10 +276,18 @@ def build_parts(
         life=life,
         exits=ExitWatch(loop),
         loop=loop,
-        page_network=str(interface or ""),
+        page_network=str(transport.interface or ""),
         guides=guides,
         tiers=tiers,
         draft=draft,
+    )
+
+
+def make_transport(config: TransportConfig, place: WorkerPlace) -> Transport:
+    """A library that blocks waits for a peer as long as all else does: silent for so long, it counts as lost."""
+    interface = find_interface(config.interface) if config.interface else None
+    return create_transport(
+        config.name, place.incarnation, host=place.host, interface=interface, timeout_s=config.lease_s
     )
 
 

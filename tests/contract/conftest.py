@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from transport_peer import ARENA_BYTES, Agent, Pair, PeerProcess, RemoteAgent
+from transport_peer import Agent, Pair, PeerProcess, RemoteAgent
 
 _NUMBERS = itertools.count()
 OPTIONS: dict[str, dict[str, Any]] = {"nccl": {"timeout_s": 10.0}}
@@ -45,7 +45,7 @@ def make_pair() -> Iterator[Callable[..., Pair]]:
             reader = RemoteAgent.make(host, name, f"reader-{number}#1", options)
         made.extend((writer, reader))
         peer = writer.connect(reader.metadata())
-        reader.expect("grant", reader.connect(writer.metadata()), [(0, ARENA_BYTES)])
+        reader.expect("grant", reader.connect(writer.metadata()))
         return Pair(name, writer, reader, peer)
 
     yield make

@@ -143,7 +143,7 @@ def test_a_message_to_a_killed_peer_is_refused_once_that_is_known(
     pair.wait(pair.reader.came, "the message")
     own_process.process.kill()
     own_process.process.join()
-    pair.writer.expect("answer", str(pair.peer), ())
+    pair.writer.expect("answer", str(pair.peer), None)
 
     def is_refused() -> bool:
         try:
@@ -256,7 +256,7 @@ def test_it_wants_polling_exactly_while_something_may_happen(pair: Pair) -> None
     pair.end_of(handle)
     assert not transport.wants_polling
     for _ in range(2):
-        pair.writer.expect("incoming", str(pair.peer), [(0, 10)])
+        pair.writer.expect("incoming", str(pair.peer))
         assert transport.wants_polling
     for _ in range(2):
         pair.writer.end("incoming")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transport_peer import ARENA_BYTES, EMPTY, Agent, Pair, PeerProcess
 
-from kvtransfer.extents import Descriptor
+from kvtransfer.extents import ArenaShape, Descriptor, PageArea
 from kvtransfer.transports.events import PeerId, WriteCompleted, WriteFailed
 from kvtransfer.transports.nccl import NcclTransport
 from tandem.core.errors import TransportError
@@ -42,7 +42,8 @@ def test_gloo_bounds_a_write_to_a_stopped_peer(
 def test_a_two_sided_transport_stores_only_what_is_granted(make_pair: Callable[..., Pair]) -> None:
     pair = make_pair("nccl")
     pair.reader.end("grant")
-    pair.reader.expect("other", str(pair.writer.transport.agent_name), [(4096, 4096)])
+    second_page = PageArea([1], ArenaShape(num_layers=1, num_pages=ARENA_BYTES // 4096, extent_bytes=4096))
+    pair.reader.expect("other", str(pair.writer.transport.agent_name), second_page)
     pair.writer.arena[:] = 9
     inside = pair.writer.write(pair.peer, [Descriptor(0, 4096, 4096)])
     across = pair.writer.write(pair.peer, [Descriptor(0, 4096, 100), Descriptor(0, 8000, 4096)])
@@ -69,7 +70,7 @@ def test_ending_a_grant_is_a_fence_on_a_two_sided_transport(make_pair: Callable[
     assert end.settled
     assert pair.reader.read() == at_the_fence
     # The pair still works.
-    pair.reader.expect("new", str(pair.writer.transport.agent_name), [(0, 64)])
+    pair.reader.expect("new", str(pair.writer.transport.agent_name))
     assert isinstance(pair.end_of(pair.writer.write(pair.peer, [Descriptor(0, 0, 64)])), WriteCompleted)
 
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 
 import pytest
-from transport_peer import ARENA_BYTES, PeerProcess, RemoteAgent
+from transport_peer import PeerProcess, RemoteAgent
 
 from kvtransfer.extents import Descriptor
 from kvtransfer.transports.events import WriteCompleted, WriteFailed
@@ -48,7 +48,7 @@ def test_a_writer_survives_peers_that_are_killed_while_it_connects(hosts: deque[
 
     fresh = RemoteAgent.make(hosts[0], "ucx", "fresh#1", {})
     peer = writer.connect(fresh.metadata())
-    fresh.expect("grant", fresh.connect(writer.metadata()), [(0, ARENA_BYTES)])
+    fresh.expect("grant", fresh.connect(writer.metadata()))
     writing.call("fill", writer.agent_name, 7)
     assert isinstance(writing.call("end_of", writer.agent_name, peer, WRITE, END_S), WriteCompleted)
     assert fresh.read(8192, 65536) == bytes([7]) * 65536
@@ -80,7 +80,7 @@ def _kill_while_connecting(writer: RemoteAgent, reader: RemoteAgent, after_s: fl
     """Connect and write; the reader's process is killed `after_s` later, whatever the two are doing by then."""
     metadata = reader.metadata()
     if also_back:
-        reader.expect("grant", reader.connect(writer.metadata()), [(0, ARENA_BYTES)])
+        reader.expect("grant", reader.connect(writer.metadata()))
     kill = threading.Timer(after_s, reader.host.process.kill)
     kill.start()
     try:

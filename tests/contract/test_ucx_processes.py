@@ -40,7 +40,7 @@ def test_nothing_that_was_meant_for_a_killed_process_reaches_its_replacement(
     same_name.close()
     successor = RemoteAgent.make(replacement, "ucx", "successor#2", {})
     peer = pair.writer.connect(successor.metadata())
-    successor.expect("grant", successor.connect(pair.writer.metadata()), [(0, ARENA_BYTES)])
+    successor.expect("grant", successor.connect(pair.writer.metadata()))
 
     pair.end_of(under_way)  # it may have landed in the stopped process; it has an end either way
     assert isinstance(pair.end_of(pair.writer.write(pair.peer, SMALL)), WriteFailed)
@@ -72,7 +72,7 @@ def test_the_exit_of_a_writer_is_no_fence_before_its_bytes_were_polled(
     reader = RemoteAgent.make(reading, "ucx", "tcp-reader#1", {})
     writer = RemoteAgent.make(writing, "ucx", "tcp-writer#1", {})
     peer = writer.connect(reader.metadata())
-    reader.expect("grant", reader.connect(writer.metadata()), [(0, ARENA_BYTES)])
+    reader.expect("grant", reader.connect(writer.metadata()))
     writing.call("fill", writer.agent_name, 3)
     writing.call("write", writer.agent_name, peer, SMALL, b"first")
     wait_until(reader.arrived, "the first write")
@@ -98,7 +98,7 @@ def test_a_broken_connection_costs_only_the_writes_that_were_under_way(
     reader = RemoteAgent.make(reading, "ucx", "cut-reader#1", {})
     writer = RemoteAgent.make(writing, "ucx", "cut-writer#1", {})
     peer = writer.connect(reader.metadata())
-    reader.expect("grant", reader.connect(writer.metadata()), [(0, ARENA_BYTES)])
+    reader.expect("grant", reader.connect(writer.metadata()))
     assert isinstance(writing.call("end_of", writer.agent_name, peer, SMALL, 10), WriteCompleted)
     assert writing.call("break_connections", writer.agent_name) > 0
     cut = writing.call("end_of", writer.agent_name, peer, SMALL, 25)
@@ -121,7 +121,7 @@ def test_a_connection_that_broke_is_made_anew_by_both_ends(
     writer = RemoteAgent.make(writing, "ucx", "anew-writer#1", {})
     metadata = {"reader": reader.metadata(), "writer": writer.metadata()}
     peer = writer.connect(metadata["reader"])
-    reader.expect("grant", reader.connect(metadata["writer"]), [(0, ARENA_BYTES)])
+    reader.expect("grant", reader.connect(metadata["writer"]))
     for number in range(1, 4):
         writing.call("fill", writer.agent_name, number)
         assert isinstance(writing.call("end_of", writer.agent_name, peer, SMALL, 10), WriteCompleted)

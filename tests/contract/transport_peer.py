@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtransfer.extents import Descriptor
+from kvtransfer.extents import ArenaShape, Descriptor, PageArea
 from kvtransfer.transports.base import Transport
 from kvtransfer.transports.events import (
     GreetingArrived,
@@ -33,6 +33,7 @@ from tests.support.waiting import wait_until
 
 ARENA_BYTES = 24 << 20
 EMPTY = 0xEE  # what an arena holds where nothing was written
+ALL = PageArea([0], ArenaShape(num_layers=1, num_pages=1, extent_bytes=ARENA_BYTES))
 
 
 @dataclass
@@ -67,8 +68,8 @@ class Agent:
             os.close(process)
         return self.connect(metadata)
 
-    def expect(self, key: str, peer: str, ranges: Sequence[tuple[int, int]]) -> None:
-        self.transport.expect_incoming(key, PeerId(peer), ranges)
+    def expect(self, key: str, peer: str, area: PageArea | None = ALL) -> None:
+        self.transport.expect_incoming(key, PeerId(peer), area)
 
     def end(self, key: str) -> None:
         self.transport.end_incoming(key)
@@ -243,8 +244,8 @@ class RemoteAgent:
     def connect(self, metadata: bytes) -> PeerId:
         return self.host.call("connect", self.agent_name, metadata)
 
-    def expect(self, key: str, peer: str, ranges: Sequence[tuple[int, int]]) -> None:
-        self.host.call("expect", self.agent_name, key, peer, list(ranges))
+    def expect(self, key: str, peer: str, area: PageArea | None = ALL) -> None:
+        self.host.call("expect", self.agent_name, key, peer, area)
 
     def end(self, key: str) -> None:
         self.host.call("end", self.agent_name, key)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kvtransfer.digest import digests_of
-from kvtransfer.extents import ArenaShape, PageWrite, merge_extents, page_ranges
+from kvtransfer.extents import ArenaShape, PageArea, PageWrite, merge_extents
 from kvtransfer.transports.base import Transport
 from kvtransfer.transports.events import PeerId, WriteArrived, WriteCompleted
 from kvtransfer.transports.registry import create_transport
@@ -84,7 +84,7 @@ def decode_worker(pipe: Connection, name: str, model_dir: Path, device: str) -> 
         end = End.make(name, "decode#1", model_dir, device)
         pipe.send((end.transport.metadata(), end.shape))
         peer = end.transport.connect(pipe.recv())
-        end.transport.expect_incoming("grant", peer, page_ranges(RECEIVED_PAGES, end.shape))
+        end.transport.expect_incoming("grant", peer, PageArea(RECEIVED_PAGES, end.shape))
         pipe.send("granted")
         end.poll_until(lambda events: any(isinstance(event, WriteArrived) for event in events))
         token, digests = pipe.recv()

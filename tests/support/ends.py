@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from decode_worker.receiver_driver import Answer, ReceiverDriver
 from kvtransfer.digest import digests_of
-from kvtransfer.extents import ArenaShape, Descriptor
+from kvtransfer.extents import ArenaShape, Descriptor, PageArea
 from kvtransfer.layout import LayoutId
 from kvtransfer.protocol import sender_events as sev
 from kvtransfer.protocol.attempts import SenderLimits
@@ -192,8 +192,8 @@ class ReceiverEnd(End):
     def on_event(self, event: TransportEvent) -> None:
         self.driver.on_transport(event)
 
-    def expect_incoming(self, key: str, peer: PeerId, ranges: Sequence[tuple[int, int]]) -> None:
-        self.expected[key] = Expectation(peer, tuple(ranges))
+    def expect_incoming(self, key: str, peer: PeerId, area: PageArea | None = None) -> None:
+        self.expected[key] = Expectation(peer, area)
 
     def end_incoming(self, key: str) -> None:
         del self.expected[key]

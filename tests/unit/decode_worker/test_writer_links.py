@@ -15,6 +15,7 @@ from kvtransfer.transfer_thread import TransferThread
 from kvtransfer.transports.base import Transport
 from kvtransfer.transports.events import GreetingArrived, PeerId, ThreadEvent
 from kvtransfer.transports.registry import create_transport
+from tandem.core.errors import TransportError
 from tests.support.waiting import until
 
 WAIT_S = 60.0
@@ -91,6 +92,15 @@ async def test_bytes_may_be_on_their_way_by_what_was_first_or_greeted_and_by_not
     await decode.connect(3)
     await decode.links.connect(decode.peer, 2, decode.writer.metadata(), decode._closed)
     assert decode.num_closed == 2, "a call that is repeated, or late, closes nothing"
+
+
+async def test_a_connection_that_an_earlier_worker_at_this_address_had_counts_for_nothing(decode: Decode) -> None:
+    with pytest.raises(TransportError, match="no connection to this worker"):
+        await decode.connect(3)
+    await decode.connect(0)
+    await decode.connect(1)
+    assert decode.num_closed == 1
+    await decode.greet(1)
 
 
 @pytest.mark.parametrize("decode", ["nccl"], indirect=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import fields, replace
 from itertools import pairwise
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.digest import digest_bytes, digests_of, read_from
-from kvtransfer.extents import ArenaShape, Descriptor, PageWrite, merge_extents, page_ranges
+from kvtransfer.extents import ArenaShape, Descriptor, PageArea, PageWrite, merge_extents
 from kvtransfer.layout import KvFormat, LayoutId, check_compatible, differences, mismatch
 from kvtransfer.wire import kv_format
 from tandem.core.errors import IncompatibleError
@@ -79,10 +80,26 @@ def test_merged_descriptors_move_exactly_the_extents_and_cannot_be_merged_furthe
         assert (a.local_offset + a.num_bytes, a.remote_offset + a.num_bytes) != (b.local_offset, b.remote_offset)
 
 
-def test_ranges_of_pages_in_every_layer() -> None:
-    assert page_ranges([3, 1, 2], THERE) == [(16, 48), (96, 48)]
-    assert page_ranges(range(5), THERE) == [(0, THERE.num_bytes)]
-    assert page_ranges([], THERE) == []
+@given(st.sets(st.integers(0, 4)), st.integers(-20, 170), st.integers(-5, 170))
+def test_an_area_covers_what_lies_in_its_pages_in_any_layer(pages: set[int], offset: int, num_bytes: int) -> None:
+    inside = {
+        THERE.offset(layer, page) + byte for layer in range(THERE.num_layers) for page in pages for byte in range(16)
+    }
+    wanted = range(offset, offset + num_bytes)
+    assert PageArea(pages, THERE).covers(offset, num_bytes) is (num_bytes > 0 and inside.issuperset(wanted))
+
+
+def test_an_area_is_no_larger_in_many_layers() -> None:
+    few, many = (PageArea(range(0, 4000, 2), ArenaShape(num_layers, 4000, 16)) for num_layers in (1, 80))
+    assert len(pickle.dumps(many)) == len(pickle.dumps(few))
+    assert many.covers(79 * 4000 * 16, 16)
+    assert not many.covers(79 * 4000 * 16, 17)
+
+
+@pytest.mark.parametrize("page", [-1, 5])
+def test_an_area_outside_its_arena_is_refused(page: int) -> None:
+    with pytest.raises(ValueError, match="no extent"):
+        PageArea([0, page], THERE)
 
 
 def test_different_layouts_are_named_with_both_sides_and_every_field() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import ItemsView, Iterator
+from typing import Any
+
 import pytest
 from handoff_examples import FIRST, KEY, PAGES, SECRET, SENDER, a_grant, commit_for, digest_of, names, part_for
 from handoff_workers import LEASE_ENDS_S, LOCAL, RECEIVER_LIMITS, ReceivingWorker, SendingWorker
@@ -9,7 +12,7 @@ from handoff_workers import LEASE_ENDS_S, LOCAL, RECEIVER_LIMITS, ReceivingWorke
 from kvtransfer.protocol import receiver_events as rx
 from kvtransfer.protocol import sender_events as tx
 from kvtransfer.protocol.capability import make_capability
-from kvtransfer.protocol.grants import GrantState
+from kvtransfer.protocol.grants import ENDED, GrantRecord, GrantState
 from kvtransfer.protocol.messages import AttemptKey, CommitPart, RefusalReason
 
 LAST = (PAGES[2],)
@@ -79,11 +82,27 @@ def test_a_prompt_of_one_chunk_has_no_parts(computed_first: bool) -> None:
 
 
 def test_the_last_page_is_never_in_a_part() -> None:
-    """Also where the pages that the receiver has are sealed after it."""
+    """Also where an earlier one is sealed after it."""
     worker = SendingWorker()
-    grant = a_grant(pages=PAGES[1:], first_page=1)
-    worker.feed(tx.GrantAttached(grant, LEASE_ENDS_S))
-    assert write(worker, 1, 3) == [tx.SendCommitPart(part_for(grant, 0, 1))]
+    worker.attach()
+    assert write(worker, 1, 3) == []
+    assert write(worker, 0, 1) == []
+
+
+@pytest.mark.parametrize("grant_first", [True, False])
+def test_no_part_goes_before_the_commit_where_the_first_pages_are_never_sealed(grant_first: bool) -> None:
+    """No token to come sees them, or the receiver has them."""
+    worker = SendingWorker()
+    attached = tx.GrantAttached(a_grant(pages=PAGES[1:], first_page=1), LEASE_ENDS_S)
+    if grant_first:
+        worker.feed(attached)
+    for layer in range(2):
+        worker.seal(layer, 1, 3)
+    if not grant_first:
+        worker.feed(attached)
+    for told in [told for told in worker.told if isinstance(told, tx.PostWrites)]:
+        assert worker.feed(tx.WriteCompleted(told.write_id)) == []
+    assert names(worker.feed(tx.AllComputed(FIRST))) == ["SendCommit"]
 
 
 def test_a_refused_part_ends_the_attempt_as_a_refused_commit_does() -> None:
@@ -149,6 +168,29 @@ def test_a_repeated_part_is_confirmed_without_reading_again() -> None:
     assert worker.feed(worker.event("part")) == [rx.ConfirmPart(worker.grant.grant_id)]
 
 
+def test_a_part_is_compared_with_its_own_pages_only() -> None:
+    class Counted(dict[int, tuple[int, ...]]):
+        """Pages that were looked at."""
+
+        seen = 0
+
+        def __iter__(self) -> Iterator[int]:
+            self.seen += len(self)
+            return super().__iter__()
+
+        def items(self) -> ItemsView[int, tuple[int, ...]]:
+            self.seen += len(self)
+            return super().items()
+
+        def get(self, key: int, default: Any = None) -> Any:
+            self.seen += 1
+            return super().get(key, default)
+
+    record = GrantRecord(KEY, 0.0, grant=a_grant(), verified=Counted({index: (index, index) for index in range(1000)}))
+    assert record.drop_contradicted(1000, ((1000, 1001), (1000, 1001))) == []
+    assert record.verified.seen <= 2  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("event", ["cancel", "lapse", "idle", "exit"])
 def test_verified_pages_need_no_fence_and_the_others_do(event: str) -> None:
     worker = with_part()
@@ -166,6 +208,21 @@ def test_verified_pages_need_no_fence_and_the_others_do(event: str) -> None:
         assert worker.handoffs.num_quarantined_pages == 0
     else:
         assert out[-1] == rx.FreePages(KEY, grant_id, LAST, verified)
+
+
+@pytest.mark.parametrize("ends", [["idle"], ["exit"], ["cancel", "idle"], ["commit", "verified"], ["commit", "wrong"]])
+def test_an_ended_grant_is_remembered_without_its_digests(ends: list[str]) -> None:
+    worker = with_part()
+    said = {
+        "verified": rx.DigestsVerified(worker.grant.grant_id),
+        "wrong": rx.DigestsVerified(worker.grant.grant_id, ((0, PAGES[2]),)),
+    }
+    for event in ends:
+        worker.feed(said.get(event) or worker.event(event))
+    record = worker.handoffs.record(KEY)
+    assert record is not None
+    assert record.state in ENDED
+    assert (record.commit, record.verified) == (None, {})
 
 
 def test_a_commit_with_a_wrong_page_keeps_the_verified_ones() -> None:

@@ -418,6 +418,29 @@ def test_attaching_and_renewing_start_the_lease_anew() -> None:
         assert worker.handoffs.next_deadline_s() == worker.now_s + LIMITS.lease_s
 
 
+def test_those_who_wait_for_pages_cost_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = ReceivingWorker().reach("open")
+    for number in range(500):
+        worker.feed(ev.ReserveReceived(AttemptKey(f"waits-{number}", 1)))
+    asked: list[AttemptKey] = []
+    deadline_s = GrantRecord.deadline_s
+
+    def counted(record: GrantRecord, limits: ReceiverLimits) -> float | None:
+        asked.append(record.key)
+        return deadline_s(record, limits)
+
+    monkeypatch.setattr(GrantRecord, "deadline_s", counted)
+    assert worker.handoffs.next_deadline_s() == worker.now_s + LIMITS.lease_s
+    worker.feed(ev.Tick())
+    assert set(asked) == {KEY}
+    waiting = worker.handoffs.record(AttemptKey("waits-0", 1))
+    assert waiting is not None
+    worker.feed(ev.RequestCancelled(waiting.key))
+    worker.now_s += LIMITS.remember_s
+    worker.feed(worker.event("renew"), ev.Tick())
+    assert worker.handoffs.record(waiting.key) is None, "an end is forgotten in time"
+
+
 def test_a_commit_in_time_is_not_overtaken_by_its_lease() -> None:
     worker = ReceivingWorker().reach("verifying")
     assert worker.handoffs.next_deadline_s() is None

@@ -79,7 +79,7 @@ def test_a_write_is_posted_and_ends_once_with_its_tag(pair: tuple[Worker, Worker
     assert bytes(there.arena[8:16]) == bytes([3]) * 8
     assert here.threads == {"kv-test"}
     assert isinstance(here.events[0], WritePosted)
-    there.thread.submit(lambda transport: transport.expect_incoming("g", PeerId("here#1"), [])).result(5)
+    there.thread.submit(lambda transport: transport.expect_incoming("g", PeerId("here#1"))).result(5)
     arrived = [WriteArrived(PeerId("here#1"), b"a")]
     wait_until(lambda: there.events, "the word of it", wanted=lambda seen: seen == arrived)
 

@@ -157,6 +157,20 @@ def test_a_cancel_at_the_receiver_stops_the_writer(world: World) -> None:
     assert num_released(world) == {1: 1, 2: 1, 5: 1}, "late pages go straight back"
 
 
+def test_what_a_step_still_seals_for_an_ended_handoff_is_not_of_one_that_was_opened_after_it(world: World) -> None:
+    cancel = world.sending.driver.cancel
+    world.open()
+    world.attach(world.grant())
+    world.seal((1, 2), 0, layers=(0,))
+    world.sending.run(lambda: cancel(KEY))
+    world.sending.wait("closed", KEY)
+    world.open()
+    world.seal((1, 2), 0, layers=(1,))
+    world.sending.run(lambda: cancel(KEY))
+    assert world.sending.driver.num_handoffs == 0
+    assert num_released(world) == {1: 1, 2: 1}
+
+
 def test_a_receiver_that_is_gone(world: World) -> None:
     world.open()
     world.attach(world.grant())

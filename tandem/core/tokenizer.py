@@ -79,6 +79,10 @@ class Tokenizer:
             config: dict[str, Any] = json.loads(config_path.read_text()) if config_path.is_file() else {}
         except (OSError, ValueError) as error:
             raise ModelLoadError(f"{config_path} cannot be read: {error}") from error
+        try:
+            _add_named_tokens(backend, config)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ModelLoadError(f"{config_path} names tokens in a way that is not known: {error}") from error
         return cls(
             backend,
             chat_template=ChatTemplate.from_dir(model_dir, config),
@@ -223,6 +227,43 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
         if isinstance(content, str):
             named[name] = content
     return named
+
+
+#: Under these names `tokenizer_config.json` has the special tokens that every tokenizer may have.
+_USUAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_TOKEN_FIELDS = frozenset({"content", "single_word", "lstrip", "rstrip", "normalized", "special"})
+
+
+def _add_named_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
+    """Have no text cut within a token that `tokenizer_config.json` alone names, as `transformers` has it.
+
+    Where a checkpoint was trained further, the markers of its turns may be there only: the vocabulary has them, and the
+    model knows them whole. What `tokenizer.json` says of a token stays, but that it may be special.
+    """
+    told = config.get("added_tokens_decoder") or {}
+    tokens = [_added_token(token) for _, token in sorted(told.items(), key=lambda item: int(item[0]))]
+    more = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
+    named = [*(config.get(name) for name in _USUAL_TOKENS), *(more.values() if isinstance(more, dict) else more)]
+    # One without an id would get one that the model may not have: padding, mostly, of a training.
+    by_name = (_added_token(token, special=True) for token in named if token)
+    tokens += [token for token in by_name if backend.token_to_id(token.content) is not None]
+    known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    changed: dict[str, tokenizers.AddedToken] = {}  # at once: a great vocabulary is looked through each time
+    for token in tokens:
+        told_before = changed.get(token.content) or known.get(token.content)
+        if told_before is None:
+            changed[token.content] = token
+        elif token.special and not told_before.special:
+            told_before.special = True
+            changed[token.content] = told_before
+    backend.add_tokens([*changed.values()])
+
+
+def _added_token(said: str | dict[str, Any], *, special: bool = False) -> tokenizers.AddedToken:
+    """The token that a configuration names by its text, or as an object. `special`: it is, whatever that says."""
+    fields = {"content": said} if isinstance(said, str) else {k: v for k, v in said.items() if k in _TOKEN_FIELDS}
+    is_special = special or bool(fields.get("special"))
+    return tokenizers.AddedToken(**{"normalized": not is_special, **fields, "special": is_special})
 
 
 # -- what a token's piece stands for, by the kind of decoder

@@ -8,6 +8,8 @@ from typing import Any
 
 import code_tokenizers
 import pytest
+import tokenizers
+from tokenizers import decoders, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tandem.core.chat_template import ChatOptions, ChatTemplate
@@ -157,6 +159,58 @@ def test_ids_and_templates_agree_with_transformers(directory: Path) -> None:
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     rendered = theirs.apply_chat_template(MESSAGES, tokenize=True, add_generation_prompt=True, return_dict=False)
     assert ours.encode(ours.render_chat(MESSAGES), add_special_tokens=False) == rendered
+
+
+MARKERS = ["<|turn|>", "<|over|>"]
+NOT_NORMALIZED = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"eos_token": "<|over|>", "additional_special_tokens": ["<|turn|>"]},
+        {
+            "eos_token": {"__type": "AddedToken", "content": "<|over|>", **NOT_NORMALIZED},
+            "extra_special_tokens": {"turn_token": "<|turn|>"},
+        },
+        {
+            "added_tokens_decoder": {
+                "260": {"content": "<|new|>", "special": True, **NOT_NORMALIZED},
+                "256": {"content": "<|turn|>", "special": True, **NOT_NORMALIZED},
+                "257": {"content": "<|over|>", "special": False, **NOT_NORMALIZED},
+                "258": {"content": "<|known|>", "special": False, **NOT_NORMALIZED},
+            },
+        },
+        {"eos_token": "<|known|>", "pad_token": None},
+    ],
+)
+def test_tokens_that_the_configuration_alone_names_are_whole(tmp_path: Path, config: dict[str, Any]) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {piece: number for number, piece in enumerate([*alphabet, *MARKERS, "<|known|>", "<|special|>"])}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([tokenizers.AddedToken("<|known|>", special=False, normalized=False)])
+    backend.add_special_tokens(["<|special|>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs, ours = PreTrainedTokenizerFast.from_pretrained(tmp_path), Tokenizer.from_dir(tmp_path)
+    text = f"a {' b '.join([*MARKERS, '<|known|>', '<|special|>', '<|new|>'])} c"
+    ids = theirs.encode(text, add_special_tokens=False)
+    assert ours.encode(text, add_special_tokens=False) == ids
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert ours.special_ids == {i for i, token in theirs.added_tokens_decoder.items() if token.special}
+
+
+def test_padding_of_a_training_is_no_token_of_the_model(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_dir(save(tmp_path, {"pad_token": "[never seen]"}))
+    assert tokenizer.vocab_size == code_tokenizers.byte_fallback().get_vocab_size()
+
+
+def test_tokens_that_are_none_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"tokenizer_config\.json names tokens"):
+        Tokenizer.from_dir(save(tmp_path, {"added_tokens_decoder": {"one": {"content": "<s>"}}}))
 
 
 CONTINUED = [

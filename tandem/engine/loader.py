@@ -335,12 +335,11 @@ def window_of(config: PreTrainedConfig) -> int:
 def eos_of(model_dir: str | os.PathLike[str], config: PreTrainedConfig) -> tuple[int, ...]:
     """Return the ids that end a text: those of `generation_config.json`, then those of `config.json`."""
     ids: list[int] = []
-    try:
-        ids += _as_ids(GenerationConfig.from_pretrained(model_dir, local_files_only=True).eos_token_id)
-    except OSError:  # no generation_config.json
-        pass
-    except Exception as error:
-        raise ModelLoadError(f"cannot read generation_config.json in {model_dir}: {error}") from error
+    if (Path(model_dir) / "generation_config.json").is_file():
+        try:
+            ids += _as_ids(GenerationConfig.from_pretrained(model_dir, local_files_only=True).eos_token_id)
+        except Exception as error:
+            raise ModelLoadError(f"cannot read generation_config.json in {model_dir}: {error}") from error
     ids += _as_ids(getattr(config.get_text_config(decoder=True), "eos_token_id", None))
     return tuple(dict.fromkeys(ids))
 

@@ -55,10 +55,17 @@ class ChatOptions:
 _USUAL = ChatOptions()
 
 
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}") from error
+
+
 def _template_of_processor(path: Path) -> Any:
     try:
-        said = json.loads(path.read_text()) if path.is_file() else {}
-    except (OSError, ValueError) as error:
+        said = json.loads(_read(path)) if path.is_file() else {}
+    except ValueError as error:
         raise ModelLoadError(f"{path} cannot be read: {error}") from error
     return said.get("chat_template") if isinstance(said, dict) else None
 
@@ -90,14 +97,18 @@ class ChatTemplate:
         """`chat_template.jinja` where there is one, else the one in `tokenizer_config.json`, else that of
         `chat_template.json`, where checkpoints that also read images have it, else `None`.
 
-        Older checkpoints have several by name in `tokenizer_config.json`; one that stands alone is the `default`.
+        Others than the `default` lie in `additional_chat_templates`. Older checkpoints have several by name in
+        `tokenizer_config.json`, which say nothing where there is a file; one that stands alone is the `default`.
 
         Raises:
-            ModelLoadError: `chat_template.json` cannot be read.
+            ModelLoadError: a file cannot be read.
         """
         path = model_dir / "chat_template.jinja"
-        if path.is_file() and name == "default":
-            return cls(path.read_text())
+        named = path if name == "default" else model_dir / "additional_chat_templates" / f"{name}.jinja"
+        if named.is_file():
+            return cls(_read(named))
+        if path.is_file():
+            return None
         source = tokenizer_config.get("chat_template")
         if isinstance(source, list):
             source = {entry["name"]: entry["template"] for entry in source}.get(name)

@@ -288,3 +288,28 @@ def test_the_template_for_tools_writes_chats_that_have_some(tmp_path: Path) -> N
     assert tokenizer.knows_tools
     assert tokenizer.render_chat(MESSAGES) == "plain"
     assert tokenizer.render_chat(MESSAGES, [{"type": "function", "function": {"name": "f"}}]) == "f"
+
+
+def test_templates_in_files_are_found_by_name_and_go_before_those_of_the_configuration(tmp_path: Path) -> None:
+    """As `transformers` saves them, and as it leaves them where a template is replaced by a file."""
+    tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
+    older = [{"name": "default", "template": "old"}, {"name": "tool_use", "template": "old for tools"}]
+    save(tmp_path, {"chat_template": older, "tokenizer_class": "PreTrainedTokenizerFast"})
+    (tmp_path / "chat_template.jinja").write_text("new{% if tools %} with {{ tools[0].function.name }}{% endif %}")
+
+    def agreed() -> tuple[str, str]:
+        theirs, ours = PreTrainedTokenizerFast.from_pretrained(tmp_path), Tokenizer.from_dir(tmp_path)
+        rendered = [
+            theirs.apply_chat_template(MESSAGES, tools=some, tokenize=False, add_generation_prompt=True)
+            for some in (None, tools)
+        ]
+        assert [ours.render_chat(MESSAGES), ours.render_chat(MESSAGES, tools)] == rendered
+        return rendered[0], rendered[1]
+
+    assert agreed() == ("new", "new with f")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("for {{ tools[0].function.name }}")
+    assert agreed() == ("new", "for f")
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ModelLoadError, match=r"chat_template\.jinja cannot be read"):
+        Tokenizer.from_dir(tmp_path)

@@ -62,7 +62,7 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, model_dir: Path) -> Tokenizer:
-        """Read `tokenizer.json`, `tokenizer_config.json` and the chat template of a checkpoint.
+        """Read `tokenizer.json`, the chat template, and what a checkpoint's other files say of its special tokens.
 
         Raises:
             ModelLoadError: a file is missing or unreadable; names it.
@@ -75,10 +75,9 @@ class Tokenizer:
         except Exception as error:  # the library raises bare `Exception`: its one border
             raise ModelLoadError(f"{path} cannot be read: {error}") from error
         config_path = model_dir / "tokenizer_config.json"
-        try:
-            config: dict[str, Any] = json.loads(config_path.read_text()) if config_path.is_file() else {}
-        except (OSError, ValueError) as error:
-            raise ModelLoadError(f"{config_path} cannot be read: {error}") from error
+        config = _object_in(config_path)
+        if "added_tokens_decoder" not in config:  # as older checkpoints have it
+            config |= _object_in(model_dir / "special_tokens_map.json")
         try:
             _add_named_tokens(backend, config)
         except (TypeError, ValueError, AttributeError) as error:
@@ -215,6 +214,17 @@ class Tokenizer:
             text: str = self._backend.decode([token_id], skip_special_tokens=False)
             return text.encode()
         return self._pieces(piece)
+
+
+def _object_in(path: Path) -> dict[str, Any]:
+    """What a file of JSON says; nothing where there is none. Raises `ModelLoadError`."""
+    try:
+        said = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}") from error
+    if not isinstance(said, dict):
+        raise ModelLoadError(f"{path} must hold an object")
+    return said
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:

@@ -203,6 +203,20 @@ def test_tokens_that_the_configuration_alone_names_are_whole(tmp_path: Path, con
     assert ours.special_ids == {i for i, token in theirs.added_tokens_decoder.items() if token.special}
 
 
+def test_special_tokens_of_older_checkpoints_are_read_where_they_name_them(tmp_path: Path) -> None:
+    template = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
+    save(tmp_path, {"chat_template": template, "bos_token": "<unk>", "tokenizer_class": "PreTrainedTokenizerFast"})
+    named = {"bos_token": {"content": "<s>", **NOT_NORMALIZED}, "eos_token": "</s>"}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
+    theirs, ours = PreTrainedTokenizerFast.from_pretrained(tmp_path), Tokenizer.from_dir(tmp_path)
+    rendered = theirs.apply_chat_template(MESSAGES, tokenize=False)
+    assert ours.render_chat(MESSAGES) == rendered == f"<s>{MESSAGES[0]['content']}</s>"
+    assert ours.eos_token_id == theirs.eos_token_id == 2
+    (tmp_path / "special_tokens_map.json").write_text("[]")
+    with pytest.raises(ModelLoadError, match=r"special_tokens_map\.json must hold an object"):
+        Tokenizer.from_dir(tmp_path)
+
+
 def test_padding_of_a_training_is_no_token_of_the_model(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_dir(save(tmp_path, {"pad_token": "[never seen]"}))
     assert tokenizer.vocab_size == code_tokenizers.byte_fallback().get_vocab_size()

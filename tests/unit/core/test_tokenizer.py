@@ -327,3 +327,30 @@ def test_templates_in_files_are_found_by_name_and_go_before_those_of_the_configu
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(ModelLoadError, match=r"chat_template\.jinja cannot be read"):
         Tokenizer.from_dir(tmp_path)
+
+
+#: As LLaVA's.
+OF_PARTS = (
+    "{% for message in messages %}{% if message['role'] != 'system' %}{{ message['role'].upper() + ': '}}{% endif %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\\n' }}{% endfor %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}{{ content['text'] + ' '}}"
+    "{% endfor %}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+
+
+def test_contents_are_parts_where_the_template_would_leave_out_texts(tmp_path: Path) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": "It was"}]
+    save(tmp_path, {"chat_template": OF_PARTS, "tokenizer_class": "PreTrainedTokenizerFast"})
+    theirs, ours = PreTrainedTokenizerFast.from_pretrained(tmp_path), Tokenizer.from_dir(tmp_path)
+    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+    rendered = theirs.apply_chat_template(parts, tokenize=False, add_generation_prompt=True)
+    assert ours.render_chat(messages) == rendered
+    assert all(message["content"] in rendered for message in messages)
+    begun = ours.render_chat(messages, options=ChatOptions(add_generation_prompt=False, continue_final_message=True))
+    assert begun.endswith("ASSISTANT: It was")
+
+
+@pytest.mark.parametrize("written", ["{{ m.content }}", "{% if m.content is string %}{{ m.content }}{% endif %}"])
+def test_contents_stay_texts_where_the_template_writes_them(written: str) -> None:
+    template = ChatTemplate("{% for m in messages %}" + written + "{% endfor %}")
+    assert template.render(MESSAGES, special_tokens={}) == "".join(message["content"] for message in MESSAGES)

@@ -248,24 +248,28 @@ def _add_named_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> 
     """Have no text cut within a token that `tokenizer_config.json` alone names, as `transformers` has it.
 
     Where a checkpoint was trained further, the markers of its turns may be there only: the vocabulary has them, and the
-    model knows them whole. What `tokenizer.json` says of a token stays, but that it may be special.
+    model knows them whole. What `added_tokens_decoder` says of a token, of the spaces beside it for one, goes before
+    what `tokenizer.json` says; but what is special in either is.
     """
-    told = config.get("added_tokens_decoder") or {}
-    tokens = [_added_token(token) for _, token in sorted(told.items(), key=lambda item: int(item[0]))]
-    more = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
-    named = [*(config.get(name) for name in _USUAL_TOKENS), *(more.values() if isinstance(more, dict) else more)]
-    # One without an id would get one that the model may not have: padding, mostly, of a training.
-    by_name = (_added_token(token, special=True) for token in named if token)
-    tokens += [token for token in by_name if backend.token_to_id(token.content) is not None]
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    by_id = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
+    told = {token.content: token for token in (_added_token(said) for _, said in by_id)}
     changed: dict[str, tokenizers.AddedToken] = {}  # at once: a great vocabulary is looked through each time
-    for token in tokens:
-        told_before = changed.get(token.content) or known.get(token.content)
-        if told_before is None:
-            changed[token.content] = token
-        elif token.special and not told_before.special:
-            told_before.special = True
-            changed[token.content] = told_before
+    for content, token in told.items():
+        before = known.get(content)
+        token.special = token.special or (before is not None and before.special)
+        if repr(token) != repr(before):
+            changed[content] = token
+    more = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
+    others = (_added_token(said, special=True) for said in (more.values() if isinstance(more, dict) else more))
+    named = [_added_token(said, special=True) for name in _USUAL_TOKENS if (said := config.get(name))]
+    for token in (*named, *(token for token in others if token.content not in told)):
+        before = told.get(token.content) or known.get(token.content)
+        if before is None and backend.token_to_id(token.content) is None:
+            continue  # it would get an id that the model may not have: padding, mostly, of a training
+        if before is None or not before.special:
+            changed[token.content] = before or token
+            changed[token.content].special = True
     backend.add_tokens([*changed.values()])
 
 

@@ -182,6 +182,13 @@ NOT_NORMALIZED = {"lstrip": False, "rstrip": False, "single_word": False, "norma
             },
         },
         {"eos_token": "<|known|>", "pad_token": None},
+        {
+            "additional_special_tokens": ["<|known|>", "<|turn|>"],
+            "added_tokens_decoder": {
+                "258": {"content": "<|known|>", "special": False, **NOT_NORMALIZED, "rstrip": True},
+                "259": {"content": "<|special|>", "special": True, **NOT_NORMALIZED, "lstrip": True},
+            },
+        },
     ],
 )
 def test_tokens_that_the_configuration_alone_names_are_whole(tmp_path: Path, config: dict[str, Any]) -> None:

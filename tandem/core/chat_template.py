@@ -55,10 +55,17 @@ class ChatOptions:
 _USUAL = ChatOptions()
 
 
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}") from error
+
+
 def _template_of_processor(path: Path) -> Any:
     try:
-        said = json.loads(path.read_text()) if path.is_file() else {}
-    except (OSError, ValueError) as error:
+        said = json.loads(_read(path)) if path.is_file() else {}
+    except ValueError as error:
         raise ModelLoadError(f"{path} cannot be read: {error}") from error
     return said.get("chat_template") if isinstance(said, dict) else None
 
@@ -90,14 +97,18 @@ class ChatTemplate:
         """`chat_template.jinja` where there is one, else the one in `tokenizer_config.json`, else that of
         `chat_template.json`, where checkpoints that also read images have it, else `None`.
 
-        Older checkpoints have several by name in `tokenizer_config.json`; one that stands alone is the `default`.
+        Others than the `default` lie in `additional_chat_templates`. Older checkpoints have several by name in
+        `tokenizer_config.json`, which say nothing where there is a file; one that stands alone is the `default`.
 
         Raises:
-            ModelLoadError: `chat_template.json` cannot be read.
+            ModelLoadError: a file cannot be read.
         """
         path = model_dir / "chat_template.jinja"
-        if path.is_file() and name == "default":
-            return cls(path.read_text())
+        named = path if name == "default" else model_dir / "additional_chat_templates" / f"{name}.jinja"
+        if named.is_file():
+            return cls(_read(named))
+        if path.is_file():
+            return None
         source = tokenizer_config.get("chat_template")
         if isinstance(source, list):
             source = {entry["name"]: entry["template"] for entry in source}.get(name)
@@ -128,6 +139,8 @@ class ChatTemplate:
         spoken = [self._spoken(number, message) for number, message in enumerate(messages)]
         if options.continue_final_message:
             spoken[-1] = {**spoken[-1], "content": f"{spoken[-1]['content']}{_END_MARK} "}
+        if self._wants_parts:
+            spoken = [_in_parts(message) for message in spoken]
         try:
             # `None` and not undefined, as in `transformers`: templates ask `tools is not none`.
             text = self._template.render(
@@ -185,6 +198,18 @@ class ChatTemplate:
         return {**message, "tool_calls": calls}
 
     @functools.cached_property
+    def _wants_parts(self) -> bool:
+        """Whether the template reads contents as lists of parts only, and would leave out such as are texts.
+
+        Templates of models that also read images do, LLaVA's for one: nothing of a text is a part to them.
+        """
+        text = "tandem-is-content"
+        of_text, of_parts = (
+            self._tried([{"role": "user", "content": content}]) for content in (text, [{"type": "text", "text": text}])
+        )
+        return text not in of_text and text in of_parts
+
+    @functools.cached_property
     def _wants_text_arguments(self) -> bool:
         """Whether the template writes a call's arguments as they come, so that they must be JSON already.
 
@@ -192,18 +217,26 @@ class ChatTemplate:
         """
         call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"key0": "value0"}}}
         tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": _ANY_OBJECT}}
-        given = {"tools": [tool], "documents": None, "add_generation_prompt": False, "bos_token": "", "eos_token": ""}
-
-        def written(call: dict[str, Any]) -> str:
-            asked, says = {"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}
-            try:
-                return self._template.render(messages=[asked, says], **given)
-            except (jinja2.TemplateError, TypeError, ValueError):
-                return ""
-
-        of_object, of_text = written(call), written(_with_text_arguments(call))
+        asked = {"role": "user", "content": "x"}
+        of_object, of_text = (
+            self._tried([asked, {"role": "assistant", "content": "", "tool_calls": [each]}], [tool])
+            for each in (call, _with_text_arguments(call))
+        )
         is_readable = "key0" in of_object and "'key0'" not in of_object
         return not is_readable and '{"key0": "value0"}' in of_text
+
+    def _tried(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None) -> str:
+        """What the template makes of these; empty where it refuses them."""
+        given = {"documents": None, "add_generation_prompt": False, "bos_token": "", "eos_token": ""}
+        try:
+            return self._template.render(messages=messages, tools=tools, **given)
+        except (jinja2.TemplateError, TypeError, ValueError):
+            return ""
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _short_id(call_id: str) -> str:

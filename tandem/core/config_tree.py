@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import sys
 import types
 import typing
 from collections.abc import Iterable, Iterator
@@ -37,7 +38,8 @@ def read_yaml(path: Path, option: str = "--config") -> dict[str, Any]:
     text = ""
     try:
         text = path.read_bytes().decode()
-        tree = yaml.safe_load(text) or {}
+        tree = yaml.safe_load(text)
+        tree = {} if tree is None else tree
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; name an existing file with {option}") from error
     except UnicodeDecodeError as error:
@@ -50,6 +52,8 @@ def read_yaml(path: Path, option: str = "--config") -> dict[str, Any]:
         before = text[: mark.index] if mark else text
         what = ", ".join(part for part in (error.context, error.problem) if part)
         raise _not_yaml(path, before, what) from error
+    except (ValueError, LookupError, AttributeError, RecursionError) as error:  # of values and depths: it has no place
+        raise ConfigError(f"{path} is not YAML: it holds a value that cannot be read: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold keys and values at its top, not {type(tree).__name__}")
     return tree
@@ -72,6 +76,11 @@ def _build(section: type[_Section], tree: Any, path: str, root: type[Any]) -> _S
     fields = {f.name: f for f in dataclasses.fields(section)}  # type: ignore[arg-type]
     hints = typing.get_type_hints(section)
     for name in tree:
+        if not isinstance(name, str):
+            where = path or "the file"
+            raise ConfigError(
+                f"{where} has the key {name!r}, which is no name; YAML reads on, off, yes, no so", key=path
+            )
         if name not in fields:
             full = f"{path}.{name}".lstrip(".")
             raise ConfigError(f"unknown key {full}; {_suggestion(name, fields, root)}", key=full)
@@ -123,7 +132,7 @@ def _typed(value: Any, hint: Any, path: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return _build(typing.cast(type, hint), value, path, typing.cast(type, hint))
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        value = float(value) if abs(value) <= sys.float_info.max else math.inf
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{path} must be a finite number, not {value}", key=path)
     if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):

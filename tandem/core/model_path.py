@@ -146,12 +146,14 @@ def read_facts(path: str, directory: Path) -> ModelFacts:
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
     """What a `config.json` says of the part that reads and writes text, where it is composed of several models.
 
-    Composites leave out what is as their text part's type has it by default.
+    Composites leave out what is as their text part's type has it by default; and StarCoder calls one KV head otherwise.
     """
     text = config.get("text_config")
-    if not isinstance(text, dict):
-        return config
-    return config | _DEFAULTS.get(str(text.get("model_type")), {}) | text
+    if isinstance(text, dict):
+        return config | _DEFAULTS.get(str(text.get("model_type")), {}) | text
+    if config.get("model_type") == "gpt_bigcode" and config.get("multi_query", True):
+        return config | {"num_key_value_heads": 1}
+    return config
 
 
 def has_other_parts(directory: Path) -> bool:

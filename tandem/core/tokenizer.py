@@ -62,7 +62,7 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, model_dir: Path) -> Tokenizer:
-        """Read `tokenizer.json`, `tokenizer_config.json` and the chat template of a checkpoint.
+        """Read `tokenizer.json`, the chat template, and what a checkpoint's other files say of its special tokens.
 
         Raises:
             ModelLoadError: a file is missing or unreadable; names it.
@@ -75,10 +75,13 @@ class Tokenizer:
         except Exception as error:  # the library raises bare `Exception`: its one border
             raise ModelLoadError(f"{path} cannot be read: {error}") from error
         config_path = model_dir / "tokenizer_config.json"
+        config = _object_in(config_path)
+        if "added_tokens_decoder" not in config:  # as older checkpoints have it
+            config |= _object_in(model_dir / "special_tokens_map.json")
         try:
-            config: dict[str, Any] = json.loads(config_path.read_text()) if config_path.is_file() else {}
-        except (OSError, ValueError) as error:
-            raise ModelLoadError(f"{config_path} cannot be read: {error}") from error
+            _add_named_tokens(backend, config)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ModelLoadError(f"{config_path} names tokens in a way that is not known: {error}") from error
         return cls(
             backend,
             chat_template=ChatTemplate.from_dir(model_dir, config),
@@ -213,6 +216,17 @@ class Tokenizer:
         return self._pieces(piece)
 
 
+def _object_in(path: Path) -> dict[str, Any]:
+    """What a file of JSON says; nothing where there is none. Raises `ModelLoadError`."""
+    try:
+        said = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}") from error
+    if not isinstance(said, dict):
+        raise ModelLoadError(f"{path} must hold an object")
+    return said
+
+
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     """The named special tokens of `tokenizer_config.json`, where each is a text or an object with `content`."""
     named = {}
@@ -223,6 +237,47 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
         if isinstance(content, str):
             named[name] = content
     return named
+
+
+#: Under these names `tokenizer_config.json` has the special tokens that every tokenizer may have.
+_USUAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_TOKEN_FIELDS = frozenset({"content", "single_word", "lstrip", "rstrip", "normalized", "special"})
+
+
+def _add_named_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
+    """Have no text cut within a token that `tokenizer_config.json` alone names, as `transformers` has it.
+
+    Where a checkpoint was trained further, the markers of its turns may be there only: the vocabulary has them, and the
+    model knows them whole. What `added_tokens_decoder` says of a token, of the spaces beside it for one, goes before
+    what `tokenizer.json` says; but what is special in either is.
+    """
+    known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    by_id = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
+    told = {token.content: token for token in (_added_token(said) for _, said in by_id)}
+    changed: dict[str, tokenizers.AddedToken] = {}  # at once: a great vocabulary is looked through each time
+    for content, token in told.items():
+        before = known.get(content)
+        token.special = token.special or (before is not None and before.special)
+        if repr(token) != repr(before):
+            changed[content] = token
+    more = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
+    others = (_added_token(said, special=True) for said in (more.values() if isinstance(more, dict) else more))
+    named = [_added_token(said, special=True) for name in _USUAL_TOKENS if (said := config.get(name))]
+    for token in (*named, *(token for token in others if token.content not in told)):
+        before = told.get(token.content) or known.get(token.content)
+        if before is None and backend.token_to_id(token.content) is None:
+            continue  # it would get an id that the model may not have: padding, mostly, of a training
+        if before is None or not before.special:
+            changed[token.content] = before or token
+            changed[token.content].special = True
+    backend.add_tokens([*changed.values()])
+
+
+def _added_token(said: str | dict[str, Any], *, special: bool = False) -> tokenizers.AddedToken:
+    """The token that a configuration names by its text, or as an object. `special`: it is, whatever that says."""
+    fields = {"content": said} if isinstance(said, str) else {k: v for k, v in said.items() if k in _TOKEN_FIELDS}
+    is_special = special or bool(fields.get("special"))
+    return tokenizers.AddedToken(**{"normalized": not is_special, **fields, "special": is_special})
 
 
 # -- what a token's piece stands for, by the kind of decoder

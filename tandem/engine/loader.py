@@ -27,6 +27,7 @@ from tandem.core.dtypes import KV_DTYPES
 from tandem.core.errors import ConfigError, ModelLoadError, TandemError, UnsupportedModelError
 from tandem.core.model_path import has_other_parts
 from tandem.core.pooling import Pooling, PoolingTask
+from tandem.core.tokenizer import Tokenizer
 from tandem.engine.arena import TORCH_DTYPES
 from tandem.engine.attention.interface import ATTENTION_NAME
 from tandem.engine.layout import KVLayout
@@ -333,15 +334,17 @@ def window_of(config: PreTrainedConfig) -> int:
 
 
 def eos_of(model_dir: str | os.PathLike[str], config: PreTrainedConfig) -> tuple[int, ...]:
-    """Return the ids that end a text: those of `generation_config.json`, then those of `config.json`."""
+    """Return the ids that end a text: those of `generation_config.json`, then those of `config.json`; where there are
+    none, the token that the tokenizer calls so."""
     ids: list[int] = []
-    try:
-        ids += _as_ids(GenerationConfig.from_pretrained(model_dir, local_files_only=True).eos_token_id)
-    except OSError:  # no generation_config.json
-        pass
-    except Exception as error:
-        raise ModelLoadError(f"cannot read generation_config.json in {model_dir}: {error}") from error
+    if (Path(model_dir) / "generation_config.json").is_file():
+        try:
+            ids += _as_ids(GenerationConfig.from_pretrained(model_dir, local_files_only=True).eos_token_id)
+        except Exception as error:
+            raise ModelLoadError(f"cannot read generation_config.json in {model_dir}: {error}") from error
     ids += _as_ids(getattr(config.get_text_config(decoder=True), "eos_token_id", None))
+    if not ids and (Path(model_dir) / "tokenizer.json").is_file():
+        ids += _as_ids(Tokenizer.from_dir(Path(model_dir)).eos_token_id)
     return tuple(dict.fromkeys(ids))
 
 

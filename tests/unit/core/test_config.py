@@ -305,7 +305,25 @@ def test_the_place_where_it_is_not_yaml_is_told_in_one_line(tmp_path: Path, data
     assert "\n" not in caught.value.message
 
 
-@pytest.mark.parametrize("text", ["- a\n- b\n", "8000\n"])
+@pytest.mark.parametrize("text", ["model:\n  path: 2024-13-45\n", "cache: !!int ''\n", "[" * 5000])
+def test_a_file_with_a_value_that_cannot_be_read_is_not_yaml(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"broken\.yaml is not YAML: it holds a value"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "where"), [("on: 1\n", "the file"), ("8000: 1\n", "the file"), ("cache:\n  no:\n", "cache")]
+)
+def test_a_key_that_is_no_name_is_told(tmp_path: Path, text: str, where: str) -> None:
+    path = tmp_path / "tandem.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"{where} has the key (True|False|8000), which is no name"):
+        load(path)
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "8000\n", "false\n", "[]\n"])
 def test_file_that_holds_no_keys(tmp_path: Path, text: str) -> None:
     path = tmp_path / "list.yaml"
     path.write_text(text)
@@ -325,7 +343,9 @@ def test_the_tree_is_frozen() -> None:
         Config().http.port = 9000  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), 10**400, -(10**400)], ids=["nan", "inf", "great", "deep"]
+)
 def test_a_number_must_be_finite(value: float) -> None:
     with pytest.raises(ConfigError, match=r"transport\.lease_s must be a finite number"):
         from_dict({"transport": {"lease_s": value}})

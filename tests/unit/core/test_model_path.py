@@ -11,6 +11,8 @@ import pytest
 
 from tandem.core.errors import ModelLoadError
 from tandem.core.model_path import TensorHead, read_facts, read_heads
+from tandem.engine.loader import derive_layout, load_config
+from tandem.plan.shapes import find_shape
 
 
 def write_tensor(file: Path, name: str, dtype: str = "F16") -> None:
@@ -59,3 +61,13 @@ def test_a_quantization_config_that_is_no_object_is_named_and_an_empty_one_is_no
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": "gptq"}))
     with pytest.raises(ModelLoadError, match="must be an object, not 'gptq'"):
         read_facts(str(tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize(("said", "num_kv_heads"), [({}, 1), ({"multi_query": True}, 1), ({"multi_query": False}, 6)])
+def test_one_head_of_k_and_v_counts_as_one(tmp_path: Path, said: dict[str, bool], num_kv_heads: int) -> None:
+    sizes = {"n_layer": 2, "n_head": 6, "n_embd": 96, "n_positions": 64, "vocab_size": 300}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_bigcode", **sizes, **said}))
+    facts, shape = read_facts("model", tmp_path), find_shape(str(tmp_path))
+    layout = derive_layout(load_config(tmp_path), page_size=1, dtype="float32")
+    assert facts.num_kv_heads == shape.kv_heads == layout.num_kv_heads == num_kv_heads
+    assert facts.kv_bytes_per_token("float32") == layout.page_bytes

@@ -8,6 +8,8 @@ from typing import Any
 
 import code_tokenizers
 import pytest
+import tokenizers
+from tokenizers import decoders, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tandem.core.chat_template import ChatOptions, ChatTemplate
@@ -159,6 +161,79 @@ def test_ids_and_templates_agree_with_transformers(directory: Path) -> None:
     assert ours.encode(ours.render_chat(MESSAGES), add_special_tokens=False) == rendered
 
 
+MARKERS = ["<|turn|>", "<|over|>"]
+NOT_NORMALIZED = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"eos_token": "<|over|>", "additional_special_tokens": ["<|turn|>"]},
+        {
+            "eos_token": {"__type": "AddedToken", "content": "<|over|>", **NOT_NORMALIZED},
+            "extra_special_tokens": {"turn_token": "<|turn|>"},
+        },
+        {
+            "added_tokens_decoder": {
+                "260": {"content": "<|new|>", "special": True, **NOT_NORMALIZED},
+                "256": {"content": "<|turn|>", "special": True, **NOT_NORMALIZED},
+                "257": {"content": "<|over|>", "special": False, **NOT_NORMALIZED},
+                "258": {"content": "<|known|>", "special": False, **NOT_NORMALIZED},
+            },
+        },
+        {"eos_token": "<|known|>", "pad_token": None},
+        {
+            "additional_special_tokens": ["<|known|>", "<|turn|>"],
+            "added_tokens_decoder": {
+                "258": {"content": "<|known|>", "special": False, **NOT_NORMALIZED, "rstrip": True},
+                "259": {"content": "<|special|>", "special": True, **NOT_NORMALIZED, "lstrip": True},
+            },
+        },
+    ],
+)
+def test_tokens_that_the_configuration_alone_names_are_whole(tmp_path: Path, config: dict[str, Any]) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {piece: number for number, piece in enumerate([*alphabet, *MARKERS, "<|known|>", "<|special|>"])}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([tokenizers.AddedToken("<|known|>", special=False, normalized=False)])
+    backend.add_special_tokens(["<|special|>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs, ours = PreTrainedTokenizerFast.from_pretrained(tmp_path), Tokenizer.from_dir(tmp_path)
+    text = f"a {' b '.join([*MARKERS, '<|known|>', '<|special|>', '<|new|>'])} c"
+    ids = theirs.encode(text, add_special_tokens=False)
+    assert ours.encode(text, add_special_tokens=False) == ids
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert ours.special_ids == {i for i, token in theirs.added_tokens_decoder.items() if token.special}
+
+
+def test_special_tokens_of_older_checkpoints_are_read_where_they_name_them(tmp_path: Path) -> None:
+    template = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
+    save(tmp_path, {"chat_template": template, "bos_token": "<unk>", "tokenizer_class": "PreTrainedTokenizerFast"})
+    named = {"bos_token": {"content": "<s>", **NOT_NORMALIZED}, "eos_token": "</s>"}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
+    theirs, ours = PreTrainedTokenizerFast.from_pretrained(tmp_path), Tokenizer.from_dir(tmp_path)
+    rendered = theirs.apply_chat_template(MESSAGES, tokenize=False)
+    assert ours.render_chat(MESSAGES) == rendered == f"<s>{MESSAGES[0]['content']}</s>"
+    assert ours.eos_token_id == theirs.eos_token_id == 2
+    (tmp_path / "special_tokens_map.json").write_text("[]")
+    with pytest.raises(ModelLoadError, match=r"special_tokens_map\.json must hold an object"):
+        Tokenizer.from_dir(tmp_path)
+
+
+def test_padding_of_a_training_is_no_token_of_the_model(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_dir(save(tmp_path, {"pad_token": "[never seen]"}))
+    assert tokenizer.vocab_size == code_tokenizers.byte_fallback().get_vocab_size()
+
+
+def test_tokens_that_are_none_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"tokenizer_config\.json names tokens"):
+        Tokenizer.from_dir(save(tmp_path, {"added_tokens_decoder": {"one": {"content": "<s>"}}}))
+
+
 CONTINUED = [
     ("{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}", "It goes on  "),
     ("{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</s>\n{% endfor %}", "It goes on  "),
@@ -234,3 +309,55 @@ def test_the_template_for_tools_writes_chats_that_have_some(tmp_path: Path) -> N
     assert tokenizer.knows_tools
     assert tokenizer.render_chat(MESSAGES) == "plain"
     assert tokenizer.render_chat(MESSAGES, [{"type": "function", "function": {"name": "f"}}]) == "f"
+
+
+def test_templates_in_files_are_found_by_name_and_go_before_those_of_the_configuration(tmp_path: Path) -> None:
+    """As `transformers` saves them, and as it leaves them where a template is replaced by a file."""
+    tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
+    older = [{"name": "default", "template": "old"}, {"name": "tool_use", "template": "old for tools"}]
+    save(tmp_path, {"chat_template": older, "tokenizer_class": "PreTrainedTokenizerFast"})
+    (tmp_path / "chat_template.jinja").write_text("new{% if tools %} with {{ tools[0].function.name }}{% endif %}")
+
+    def agreed() -> tuple[str, str]:
+        theirs, ours = PreTrainedTokenizerFast.from_pretrained(tmp_path), Tokenizer.from_dir(tmp_path)
+        rendered = [
+            theirs.apply_chat_template(MESSAGES, tools=some, tokenize=False, add_generation_prompt=True)
+            for some in (None, tools)
+        ]
+        assert [ours.render_chat(MESSAGES), ours.render_chat(MESSAGES, tools)] == rendered
+        return rendered[0], rendered[1]
+
+    assert agreed() == ("new", "new with f")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("for {{ tools[0].function.name }}")
+    assert agreed() == ("new", "for f")
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ModelLoadError, match=r"chat_template\.jinja cannot be read"):
+        Tokenizer.from_dir(tmp_path)
+
+
+#: As LLaVA's.
+OF_PARTS = (
+    "{% for message in messages %}{% if message['role'] != 'system' %}{{ message['role'].upper() + ': '}}{% endif %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\\n' }}{% endfor %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}{{ content['text'] + ' '}}"
+    "{% endfor %}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+
+
+def test_contents_are_parts_where_the_template_would_leave_out_texts(tmp_path: Path) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": "It was"}]
+    save(tmp_path, {"chat_template": OF_PARTS, "tokenizer_class": "PreTrainedTokenizerFast"})
+    theirs, ours = PreTrainedTokenizerFast.from_pretrained(tmp_path), Tokenizer.from_dir(tmp_path)
+    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+    rendered = theirs.apply_chat_template(parts, tokenize=False, add_generation_prompt=True)
+    assert ours.render_chat(messages) == rendered
+    assert all(message["content"] in rendered for message in messages)
+    begun = ours.render_chat(messages, options=ChatOptions(add_generation_prompt=False, continue_final_message=True))
+    assert begun.endswith("ASSISTANT: It was")
+
+
+@pytest.mark.parametrize("written", ["{{ m.content }}", "{% if m.content is string %}{{ m.content }}{% endif %}"])
+def test_contents_stay_texts_where_the_template_writes_them(written: str) -> None:
+    template = ChatTemplate("{% for m in messages %}" + written + "{% endfor %}")
+    assert template.render(MESSAGES, special_tokens={}) == "".join(message["content"] for message in MESSAGES)

@@ -18,10 +18,12 @@ from safetensors.torch import load_file, save_file
 
 from tandem.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from tandem.engine import engine as engine_module
+from tandem.engine import loader
 from tandem.engine.cpu.kernels import CPUKernels
 from tandem.engine.engine import Engine, SequenceInput, _count_pages
 from tandem.engine.loader import Types
 from tandem.engine.paged_model import PagedModel
+from tandem.engine.random_model import EOS_ID, make_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +55,23 @@ def test_eos_comes_from_both_files(broken_dir: Path) -> None:
     assert helpers.load_engine(broken_dir, num_pages=1).eos_token_ids == (7, 9, 1)
     path.unlink()
     assert helpers.load_engine(broken_dir, num_pages=1).eos_token_ids == (1,)
+
+
+def test_ends_of_text_that_cannot_be_read_are_not_passed_over(broken_dir: Path) -> None:
+    for torn in ("{", '{"eos_token_id": "end"}'):
+        (broken_dir / "generation_config.json").write_text(torn)
+        with pytest.raises(ModelLoadError, match=r"generation_config\.json"):
+            loader.eos_of(broken_dir, loader.load_config(broken_dir))
+
+
+def test_where_no_config_names_an_end_of_text_the_tokenizers_holds(broken_dir: Path) -> None:
+    make_tokenizer(64).save_pretrained(broken_dir)
+    (broken_dir / "generation_config.json").unlink(missing_ok=True)
+    config = loader.load_config(broken_dir)
+    config.eos_token_id = None
+    assert loader.eos_of(broken_dir, config) == (EOS_ID,)
+    (broken_dir / "tokenizer.json").unlink()
+    assert loader.eos_of(broken_dir, config) == ()
 
 
 def test_kv_bytes_are_counted_in_pages(llama_dir: Path) -> None:

@@ -92,7 +92,7 @@ def _simulated(options: argparse.Namespace) -> int:
     print(f"note: simulated with the times of {options.simulate}: trust no difference that is as small as their error")
     _write(options, clusters, runs, simulation.slo, found, simulation.cut)
     _plot(options, clusters, runs, found)
-    return 0
+    return int(any(each.figures["num_failed"] for each in runs))
 
 
 def _clusters(options: argparse.Namespace) -> tuple[Cluster, ...]:

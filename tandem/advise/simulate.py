@@ -67,13 +67,14 @@ class Simulation:
 
     def run(self, cluster: Cluster, repetition: int) -> AdviceRun:
         """Raises `ConfigError` where a request fits into no worker."""
-        outcomes = World(self._world(cluster)).run(self._arrivals(repetition))
+        arrivals = self._arrivals(repetition)
+        outcomes = World(self._world(cluster, arrivals)).run(arrivals)
         figures = simulated_figures(outcomes, self.slo)
         remarks = tuple(f"{number} failed: {kind}" for kind, number in figures["num_failed"].items())
         return AdviceRun(cluster, repetition, figures, remarks)
 
-    def _world(self, cluster: Cluster) -> WorldShape:
-        shape = self.scenario.shape()
+    def _world(self, cluster: Cluster, arrivals: Sequence[Arrival]) -> WorldShape:
+        shape = self.scenario.shape(arrivals)
         return replace(
             shape,
             prefill=replace(shape.prefill, num_workers=cluster.num_prefill, bounds=None),
@@ -87,8 +88,10 @@ class Simulation:
         times: Sequence[float] = [entry.arrival_s or 0.0 for entry in entries]
         if self.shape.rate is not None:
             times = poisson_arrivals(len(entries), self.shape.rate, str(self.workload.seed + repetition - 1))
-        both = enumerate(zip(times, entries, strict=True))
-        return [Arrival(number, time_s, entry.num_input, entry.num_output) for number, (time_s, entry) in both]
+        return [
+            Arrival(number, time_s, entry.num_input, entry.num_output, entry.block_ids, entry.block_size)
+            for number, (time_s, entry) in enumerate(zip(times, entries, strict=True))
+        ]
 
 
 def simulated_figures(outcomes: Sequence[Outcome], slo: Slo) -> RunFigures:

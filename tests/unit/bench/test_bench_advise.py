@@ -331,6 +331,24 @@ def test_what_a_simulated_router_refuses_has_failed_and_is_in_no_latency(
         assert found["goodput"]["num_good"] <= 20 - num_refused
 
 
+def test_what_prompts_share_by_a_trace_is_computed_once_in_a_simulation(
+    simulated: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    def ttft(name: str, blocks: Callable[[int], list[int]]) -> list[float]:
+        rows = [
+            {"timestamp": 1000 * number, "input_length": 1024, "output_length": 20, "hash_ids": blocks(number)}
+            for number in range(6)
+        ]
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert simulated("--trace", tmp_path / name)[0] == 0
+        runs = json.loads((tmp_path / "advice.json").read_text())["runs"]
+        return [run["figures"]["ttft_s"]["p50"] for run in runs]
+
+    alike = ttft("alike.jsonl", lambda _: [1, 2])
+    other = ttft("other.jsonl", lambda number: [2 * number, 2 * number + 1])
+    assert all(a < 0.5 * b for a, b in zip(alike, other, strict=True)), (alike, other)
+
+
 def test_figures_are_kept_where_the_plot_cannot_be_written(
     simulated: Callable[..., tuple[int, str]], tmp_path: Path
 ) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Protocol
 
 from tandem.core.errors import ConfigError
 from tandem.core.identity import Role
@@ -57,11 +59,33 @@ class _TooManyMissedError(Exception):
     """No more can be reached."""
 
 
+class StoppedError(Exception):
+    """Nobody wants to know any more."""
+
+
+class Stop(Protocol):
+    """Whether simulations are to end; asked at each request that has ended."""
+
+    def is_set(self) -> bool: ...
+
+
+_stop: Stop | None = None  # of the process that this one simulates for
+
+
+def follow(stop: Stop) -> None:
+    """In a process that simulates for another one: end where `stop` says so, and not by a Ctrl-C of the terminal, which
+    reaches both."""
+    global _stop
+    _stop = stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def simulate(plan: Plan, types: dict[str, TypeSpec], pools: Pools, *, whole: bool = False) -> Kept:
     """`whole`: also where the targets cannot be kept any more.
 
     Raises:
         ConfigError: the trace cannot be read, or a request fits into no worker.
+        StoppedError: the process that asked for it has stopped.
     """
     load = _load(plan.load, plan.directory, plan.seed)
     targets = plan.slo
@@ -71,6 +95,8 @@ def simulate(plan: Plan, types: dict[str, TypeSpec], pools: Pools, *, whole: boo
 
     def ended(outcome: Outcome) -> None:
         nonlocal kept_ttft, kept_tpot, kept_both, num, last_first_token_s
+        if _stop is not None and _stop.is_set():
+            raise StoppedError
         last_first_token_s = max(last_first_token_s, outcome.first_token_s)
         tpot_s = outcome.tpot_s
         in_time = outcome.ttft_s <= targets.ttft_ms * 1e-3

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
+import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ from tandem.plan.files import write_files
 from tandem.plan.plan_file import Plan, TypeSpec, read_plan
 from tandem.plan.search import Pair, cheapest, most_speed, price, within
 from tandem.plan.simulate import Kept, Pools
-from tandem.plan.size import Found
+from tandem.plan.size import Found, size
 
 MOST = 12
 
@@ -152,6 +155,23 @@ def test_a_whole_search_finds_pools_says_why_and_writes_them(
     assert decode["min_workers"] == math.ceil(best["num_decode"] / 8)
     assert decode["node_config"] == {"A": 1, "InstanceType": "p5.48xlarge"}
     assert "head" in cluster["available_node_types"]
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_ctrl_c_ends_a_search_and_what_it_simulates(tmp_path: Path) -> None:
+    plan, types = read_plan(plan_file(tmp_path))
+    told: list[int] = []
+
+    def interrupt_first(num: int) -> None:
+        told.append(num)
+        if num == 1:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        size(plan, types, 1, interrupt_first)
+    assert len(told) <= 2, "the whole search takes ten simulations or more"
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize(

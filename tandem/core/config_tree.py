@@ -73,8 +73,8 @@ def _build(section: type[_Section], tree: Any, path: str, root: type[Any]) -> _S
     hints = typing.get_type_hints(section)
     for name in tree:
         if name not in fields:
-            full = f"{path}.{name}".lstrip(".")
-            raise ConfigError(f"unknown key {full}; {_suggestion(name, fields, root)}", key=full)
+            full = f"{path}.{name}".lstrip(".")  # YAML has keys that are no texts: numbers, and `on` for one
+            raise ConfigError(f"unknown key {full}; {_suggestion(str(name), fields, root)}", key=full)
     values: dict[str, Any] = {}
     for name, value in tree.items():
         full = f"{path}.{name}".lstrip(".")

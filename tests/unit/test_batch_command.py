@@ -250,6 +250,12 @@ def test_a_server_that_is_not_there_is_named(tmp_path: Path) -> None:
         answer(file, tmp_path / "out", url=url, window="24h", directly=False, concurrency=1)
 
 
+@pytest.mark.parametrize("url", ["ftp://host", "http://", "http://host:99999", "http://host:8000x", "http://[fd00::5"])
+def test_what_is_no_url_is_named(tmp_path: Path, url: str) -> None:
+    with pytest.raises(ConfigError, match="is no URL; write it like"):
+        answer(written(tmp_path / "in"), tmp_path / "out", url=url, window="1h", directly=False, concurrency=1)
+
+
 def test_a_journal_loses_what_was_cut_off(tmp_path: Path) -> None:
     with (tmp_path / "journal").open("a+b") as journal:
         journal.write(b'{"custom_id": "a"}\n{"custom')

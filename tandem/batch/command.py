@@ -192,7 +192,8 @@ def _answered(server: Server, line: AskedLine, stop: threading.Event) -> bytes:
         if status not in _TRY_AGAIN or (status == 500 and head.get("x-should-retry") != "true"):
             response = {"status_code": status, "request_id": head.get("x-request-id", ""), "body": _json(raw)}
             said = {"custom_id": line.custom_id, "response": response, "error": None}
-            return json.dumps(said, ensure_ascii=False).encode() + b"\n"
+            # Half of a pair of UTF-16 has no UTF-8: within a text of JSON what stands for it is an escape there, too.
+            return json.dumps(said, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
         told = head.get("retry-after", "")
         if stop.wait(float(told) if told.isdigit() else back_off_s):
             raise TandemError("it was interrupted")

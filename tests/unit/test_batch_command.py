@@ -92,6 +92,14 @@ def test_a_file_is_answered_in_its_order(
     assert "is there already" in capsys.readouterr().err
 
 
+def test_an_answer_is_kept_where_its_name_has_half_of_a_pair(make_site: Callable[..., Site], tmp_path: Path) -> None:
+    file, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    asked = {"custom_id": "\ud83d ö", "url": "/v1/completions", "body": {"model": "toy", "prompt": "ab"}}
+    file.write_text(json.dumps(asked) + "\n")
+    assert answer(file, output, url=make_site().url, window="24h", directly=False, concurrency=1) == 0
+    assert statuses(output) == [("\ud83d ö", 200)]
+
+
 def test_answers_of_an_earlier_run_are_kept(make_site: Callable[..., Site], tmp_path: Path) -> None:
     site, file, output = make_site(), written(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
     kept = {"custom_id": "r3", "response": {"status_code": 200, "request_id": "x", "body": {}}, "error": None}
@@ -202,6 +210,8 @@ def test_a_request_that_is_broken_off_is_not_sent_again() -> None:
         ('{"method": "POST"}', "line 2 has no custom_id"),
         ('{"custom_id": "r0", "url": "/v1/completions", "body": {}}', "line 2 has the custom_id of line 1"),
         ('{"custom_id": "x", "url": "/health", "body": {}}', "line 2 must have the method POST"),
+        ('{"custom_id": "x", "url": "/v1/completions HTTP/1.1", "body": {}}', "line 2 must have the method POST"),
+        ('{"custom_id": "x", "url": "/v1/ö", "body": {}}', "line 2 must have the method POST"),
         ('{"custom_id": "x", "url": "/v1/completions"}', "line 2 has no body"),
         ('{"custom_id": "x", "url": "/v1/completions", "body": {"stream": true}}', "leave `stream` out"),
     ],

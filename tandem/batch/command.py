@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tandem.batch.requests import AskedLine, lines_of, read_answers, read_requests, write_answers
 from tandem.batch.server import RefusedError, Server
 from tandem.core.errors import ConfigError, NotRunningError, TandemError
+from tandem.core.writable import check_writable
 
 _LOOK_S = 1.0
 _FIRST_BACK_OFF_S, _MAX_BACK_OFF_S = 0.5, 30.0
@@ -46,6 +47,7 @@ def answer(file: Path, output: Path, *, url: str, window: str, directly: bool, c
         raise ConfigError(f"{output} is there already; remove it, or name another --output")
     if not output.parent.is_dir():
         raise ConfigError(f"{output.parent} is no directory; make it, or name another --output")
+    check_writable(output, "--output")  # a batch whose name cannot be noted would be sent, and paid for, again
     server = Server(url)
     console = Console(stderr=True)
     try:
@@ -54,6 +56,8 @@ def answer(file: Path, output: Path, *, url: str, window: str, directly: bool, c
             if by_id is None:
                 by_id = _one_by_one(url, output, asked, concurrency, show)
         num_failed = write_answers(output, asked, by_id.__getitem__)
+    except OSError as error:  # of a file: what a connection raises has become one of ours
+        raise ConfigError(f"the answers cannot be written to {output}: {error.strerror}", key="--output") from error
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here", file=sys.stderr)
         raise
@@ -89,8 +93,8 @@ def _by_batch(
                 raise
             print(f"the server has no batches ({error.message}): the requests are sent one by one", file=sys.stderr)
             return None
-        note.write_text(batch_id + "\n")
         print(f"batch {batch_id}; it goes on without this command", file=sys.stderr)
+        note.write_text(batch_id + "\n")
     by_id = _followed(server, batch_id, note, show)
     if (lacking := next((line.custom_id for line in asked if line.custom_id not in by_id), None)) is not None:
         raise ConfigError(

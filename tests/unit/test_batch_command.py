@@ -232,6 +232,17 @@ def test_a_directory_for_the_answers_that_is_not_there_is_named_before_anything_
     assert not site.openai().batches.list().data
 
 
+@pytest.mark.parametrize("directly", [False, True])
+def test_answers_that_cannot_be_written_are_told_before_anything_is_sent(
+    make_site: Callable[..., Site], tmp_path: Path, directly: bool
+) -> None:
+    site, file = make_site(**{"batches.directory": str(tmp_path / "batches")}), written(tmp_path / "in.jsonl")
+    with pytest.raises(ConfigError, match=r"/proc/out cannot be written: .*; name another --output"):
+        answer(file, Path("/proc/out"), url=site.url, window="24h", directly=directly, concurrency=1)
+    assert not site.openai().files.list().data
+    assert not site.prefill.count("start")
+
+
 def test_a_file_that_is_not_the_one_of_its_batch_is_told_apart(make_site: Callable[..., Site], tmp_path: Path) -> None:
     site = make_site(**{"batches.directory": str(tmp_path / "batches")})
     client, file, output = site.openai(), written(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"

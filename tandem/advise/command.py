@@ -35,6 +35,8 @@ def run(options: argparse.Namespace) -> int:
         ConfigError: an option, the trace or the configuration is wrong.
         TandemError: a cluster did not start, or did not answer.
     """
+    json_file.check_before(options.json)
+    json_file.check_before(options.plot, "--plot")
     if options.plot is not None:
         new_figure(height=1.0)  # after the measurement would be late to say that there is no matplotlib
     return _simulated(options) if options.simulate is not None else _measured(options)

@@ -41,6 +41,7 @@ T = TypeVar("T")
 
 def run(options: argparse.Namespace) -> int:
     """`tandem bench run`; 0, 1 where a request failed, 130 where it was interrupted."""
+    json_file.check_before(options.json)
     session, console = _session(options), Console(stderr=True)
     shape = Shape(concurrency=options.concurrency, rate=options.rate)
     session.check(shape)
@@ -60,6 +61,7 @@ async def _run_once(session: Session, shape: Shape, options: argparse.Namespace,
 
 def goodput(options: argparse.Namespace) -> int:
     """`tandem bench goodput`; 0, 1 where no rate kept the SLO, 130 where it was interrupted."""
+    json_file.check_before(options.json)
     session, console = _session(options), Console(stderr=True)
     search = GoodputSearch(
         Slo(options.slo_ttft, options.slo_tpot),
@@ -101,6 +103,7 @@ def plot(options: argparse.Namespace) -> int:
 
 def overload(options: argparse.Namespace) -> int:
     """`tandem bench overload`."""
+    json_file.check_before(options.json)
     plan = Plan(
         prompt_words=options.prompt_words,
         max_tokens=options.max_tokens,
@@ -119,6 +122,7 @@ def overload(options: argparse.Namespace) -> int:
 
 def cache(options: argparse.Namespace) -> int:
     """`tandem bench cache`."""
+    json_file.check_before(options.json)
     entries = load_trace(options.file, options.format, limit=options.limit, block_size=options.block_size, key="FILE")
     if not all(entry.block_ids for entry in entries):
         raise ConfigError(f"{options.file} does not say what prompts share; give a trace with hash_ids", key="FILE")

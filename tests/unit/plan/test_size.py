@@ -157,6 +157,24 @@ def test_a_whole_search_finds_pools_says_why_and_writes_them(
     assert "head" in cluster["available_node_types"]
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--json", "/proc/found.json"), "/proc/found.json cannot be written"),
+        (("--out", "/proc/cluster"), "cannot write to /proc/cluster"),
+        (("--out", "OUT", "--cluster", "/none.yaml"), "cannot read /none.yaml"),
+    ],
+)
+def test_what_cannot_be_written_is_told_before_anything_is_simulated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], named: str
+) -> None:
+    given = [str(tmp_path) if option == "OUT" else option for option in options]
+    assert main(["plan", "size", str(plan_file(tmp_path)), *given]) == 1
+    said = capsys.readouterr()
+    assert named in said.err
+    assert not said.out, "nothing has been found"
+
+
 @pytest.mark.processes
 @pytest.mark.timeout(180)
 def test_ctrl_c_ends_a_search_and_what_it_simulates(tmp_path: Path) -> None:
@@ -186,7 +204,7 @@ def test_no_files_are_written_for_what_is_not_served(tmp_path: Path, changes: di
     pair = Pair("h100", "h100", 1, 1, "")
     found = Found(pair.pools(1, 1), kept(1.0), pair, 1.0, [], [])
     with pytest.raises(ConfigError, match=named):
-        write_files(tmp_path / "out", None, plan, types, found)
+        write_files(tmp_path / "out", {}, plan, types, found)
     assert not (tmp_path / "out").exists()
 
 

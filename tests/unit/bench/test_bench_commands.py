@@ -175,6 +175,13 @@ def test_blocks_that_repeat_are_sent_alike_and_what_is_too_long_is_cut(
         (("--concurrency", "1", "--model", "other"), "it serves: toy, toy/alias"),
         (("--concurrency", "1", "--input-len", "300"), "longer than the context of 256"),
         (("--concurrency", "1", "--vocab", "9999:10000"), "outside the vocabulary"),
+        (("--concurrency", "1", "--api", "chat"), "--api says something of conversations: give --conversations"),
+        (("--concurrency", "1", "--turns", "3"), "--turns says something of conversations"),
+        (("--concurrency", "1", "--think-time", "1s"), "--think-time says something of conversations"),
+        (("--concurrency", "1", "--limit", "3"), "--limit says something of a trace: give --trace"),
+        (("--rate", "1", "--speed", "2"), "--scale-time (or --speed) says something of a trace"),
+        (("--concurrency", "1", "--records"), "--records says something of the file of --json"),
+        (("--concurrency", "1", "--conversations", "2", "--scale-lengths", "0.5"), "does not go with --conversations"),
         ((), "--rate or --concurrency"),
     ],
 )

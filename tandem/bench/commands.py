@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -277,7 +278,13 @@ def _say_search(search: GoodputSearch, session: Session) -> None:
                 console.print(f"note: at {probe.shape.rate:.3f} /s {number} failed: {kind}", markup=False)
     if session.was_interrupted:
         console.print("note: partial: the search was stopped before its end")
-    if search.rates.best:
-        console.print(f"goodput: {search.rates.best:.3f} requests/s", highlight=False)
-    else:
-        console.print(f"no rate down to {search.rates.worst:.3f} /s kept the SLO", highlight=False)
+    rates = search.rates
+    if rates.best:
+        if not rates.is_close and not session.was_interrupted:
+            higher = "a higher rate" if rates.worst == math.inf else f"a rate below {rates.worst:.3f} /s"
+            console.print(
+                f"note: the search ended with its probes (--max-probes): {higher} may keep the SLO too", soft_wrap=True
+            )
+        console.print(f"goodput: {rates.best:.3f} requests/s", highlight=False)
+    elif rates.worst < math.inf:
+        console.print(f"no rate down to {rates.worst:.3f} /s kept the SLO", highlight=False)

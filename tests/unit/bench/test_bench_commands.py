@@ -316,6 +316,30 @@ def test_where_no_rate_will_do_the_search_says_so(capsys: pytest.CaptureFixture[
     assert "no rate down to 50.000 /s kept the SLO" in capsys.readouterr().out
 
 
+def test_a_search_that_ran_out_of_probes_says_that_more_may_go(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--slo-ttft", "60s", "--slo-tpot", "60s", "--start-rate", 100, "--max-probes", 2)
+    with in_thread(Peer(well_behaved)) as url:
+        assert bench("goodput", *load(url, *given, num=4)) == 0
+    said = capsys.readouterr().out
+    assert "goodput: 200.000 requests/s" in said
+    assert "(--max-probes): a higher rate may keep the SLO too" in said
+
+
+def test_a_search_that_is_interrupted_in_its_first_probe_claims_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    async def answer(body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        if len(peer.bodies) == 3:  # after the one to try
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        return await well_behaved(body, writer)
+
+    peer = Peer(answer)
+    with in_thread(peer) as url:
+        given = load(url, "--start-rate", 1, "--warmup", 0, num=50)
+        assert bench("goodput", *given) == 130
+    said = capsys.readouterr().out
+    assert "note: partial: the search was stopped before its end" in said
+    assert "kept the SLO" not in said.partition("note:")[2], "nothing is known of any rate"
+
+
 @pytest.fixture(scope="module")
 def two_runs(site: Site, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     directory = tmp_path_factory.mktemp("runs")

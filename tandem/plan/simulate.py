@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -73,11 +76,19 @@ _stop: Stop | None = None  # of the process that this one simulates for
 
 
 def follow(stop: Stop) -> None:
-    """In a process that simulates for another one: end where `stop` says so, and not by a Ctrl-C of the terminal, which
-    reaches both."""
+    """In a process that simulates for another one: end where `stop` says so, or with that process, and not by a Ctrl-C
+    of the terminal, which reaches both."""
     global _stop
     _stop = stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed has told nobody."""
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+        os._exit(128 + signal.SIGTERM)
 
 
 def simulate(plan: Plan, types: dict[str, TypeSpec], pools: Pools, *, whole: bool = False) -> Kept:

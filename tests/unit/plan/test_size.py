@@ -6,11 +6,14 @@ import json
 import math
 import multiprocessing
 import signal
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from hypothesis import given
@@ -23,6 +26,7 @@ from tandem.plan.plan_file import Plan, TypeSpec, read_plan
 from tandem.plan.search import Pair, cheapest, most_speed, price, within
 from tandem.plan.simulate import Kept, Pools
 from tandem.plan.size import Found, size
+from tests.support.waiting import nothing, wait_until
 
 MOST = 12
 
@@ -190,6 +194,19 @@ def test_ctrl_c_ends_a_search_and_what_it_simulates(tmp_path: Path) -> None:
         size(plan, types, 1, interrupt_first)
     assert len(told) <= 2, "the whole search takes ten simulations or more"
     assert not multiprocessing.active_children()
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_a_search_that_is_killed_leaves_no_processes(tmp_path: Path) -> None:
+    file = plan_file(tmp_path, load={"requests": 20_000, "rate": 40.0})
+    command = [sys.executable, "-m", "tandem.cli", "plan", "size", str(file), "--processes", "1"]
+    with subprocess.Popen(command) as search:
+        own = psutil.Process(search.pid)
+        # One keeps track of semaphores, the other one simulates.
+        children = wait_until(own.children, "two processes", wanted=lambda seen: len(seen) == 2)
+        search.kill()
+    wait_until(lambda: [child for child in children if child.is_running()], "their ends", wanted=nothing)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,6 +36,14 @@ Show = Callable[[int, int], None]
 """How many are answered, and how many of them are no 200."""
 
 
+@dataclass(frozen=True)
+class Found:
+    """Answers by custom_id; and the files of them and of what was asked, which a server keeps until told otherwise."""
+
+    by_id: dict[str, bytes]
+    file_ids: list[str] = field(default_factory=list)
+
+
 def answer(file: Path, output: Path, *, url: str, window: str, directly: bool, concurrency: int) -> int:
     """Answer all; the exit code: 0 where each answer is a 200, else 1.
 
@@ -52,10 +61,11 @@ def answer(file: Path, output: Path, *, url: str, window: str, directly: bool, c
     console = Console(stderr=True)
     try:
         with _progress(console, len(asked)) as show:
-            by_id = None if directly else _by_batch(server, file, output, asked, window, show)
-            if by_id is None:
-                by_id = _one_by_one(url, output, asked, concurrency, show)
-        num_failed = write_answers(output, asked, by_id.__getitem__)
+            found = None if directly else _by_batch(server, file, output, asked, window, show)
+            if found is None:
+                found = Found(_one_by_one(url, output, asked, concurrency, show))
+        num_failed = write_answers(output, asked, found.by_id.__getitem__)
+        _delete(server, found.file_ids)
     except OSError as error:  # of a file: what a connection raises has become one of ours
         raise ConfigError(f"the answers cannot be written to {output}: {error.strerror}", key="--output") from error
     except KeyboardInterrupt:
@@ -75,8 +85,8 @@ def answer(file: Path, output: Path, *, url: str, window: str, directly: bool, c
 
 def _by_batch(
     server: Server, file: Path, output: Path, asked: list[AskedLine], window: str, show: Show
-) -> dict[str, bytes] | None:
-    """Answers by custom_id; `None`: the server has no batches, or not of these."""
+) -> Found | None:
+    """`None`: the server has no batches, or not of these."""
     endpoints = {line.url for line in asked}
     note = _batch_file(output)
     if len(endpoints) > 1 or _partial_file(output).exists():
@@ -84,27 +94,37 @@ def _by_batch(
     if note.exists():
         batch_id = note.read_text().strip()
     else:
+        uploaded: list[str] = []
         try:
-            file_id = server.upload(file)
-            body = {"input_file_id": file_id, "endpoint": endpoints.pop(), "completion_window": window}
+            uploaded.append(server.upload(file))
+            body = {"input_file_id": uploaded[0], "endpoint": endpoints.pop(), "completion_window": window}
             batch_id = str(server.ask("POST", "/v1/batches", body)["id"])
         except RefusedError as error:
+            _delete(server, uploaded)
             if error.status not in (404, 405):
                 raise
             print(f"the server has no batches ({error.message}): the requests are sent one by one", file=sys.stderr)
             return None
         print(f"batch {batch_id}; it goes on without this command", file=sys.stderr)
         note.write_text(batch_id + "\n")
-    by_id = _followed(server, batch_id, note, show)
-    if (lacking := next((line.custom_id for line in asked if line.custom_id not in by_id), None)) is not None:
+    found = _followed(server, batch_id, note, show)
+    if (lacking := next((line.custom_id for line in asked if line.custom_id not in found.by_id), None)) is not None:
         raise ConfigError(
             f"batch {batch_id} has no answer to {lacking!r}: {file} was another when it was sent; remove {note} to "
             "send it anew"
         )
-    return by_id
+    return found
 
 
-def _followed(server: Server, batch_id: str, note: Path, show: Show) -> dict[str, bytes]:
+def _delete(server: Server, file_ids: Iterable[str]) -> None:
+    """What was sent there and what has been read: a server keeps its files until somebody deletes them, and nobody else
+    knows of these."""
+    for file_id in file_ids:
+        with suppress(TandemError, ValueError):  # one that cannot be deleted changes nothing of the answers
+            server.ask("DELETE", f"/v1/files/{file_id}")
+
+
+def _followed(server: Server, batch_id: str, note: Path, show: Show) -> Found:
     """Raises `ConfigError`: the batch failed, and the note of it is gone; names its first lines that are wrong."""
     num_unanswered = 0
     while True:
@@ -127,10 +147,12 @@ def _followed(server: Server, batch_id: str, note: Path, show: Show) -> dict[str
         time.sleep(_LOOK_S)
     if batch["status"] == "failed":
         note.unlink(missing_ok=True)  # the same command sends the file anew once it has been corrected
+        _delete(server, [batch["input_file_id"]])
         wrong = [f"line {error['line']}: {error['message']}" for error in (batch["errors"] or {"data": []})["data"]]
         raise ConfigError(f"the server refuses the file: {'; '.join(wrong[:5])}")
     files = [batch[name] for name in ("output_file_id", "error_file_id") if batch[name]]
-    return {custom_id: raw for file_id in files for custom_id, raw in lines_of(server.content(file_id))}
+    by_id = {custom_id: raw for file_id in files for custom_id, raw in lines_of(server.content(file_id))}
+    return Found(by_id, [batch["input_file_id"], *files])
 
 
 # -- one by one

@@ -87,6 +87,8 @@ def test_a_file_is_answered_in_its_order(
     assert f"{NUM} answers, 1 of them errors" in said.out
     assert ("goes on without this command" in said.err) == (way == "by batches")
     assert ("one by one" in said.err) == (way == "without batches")
+    if has_batches:
+        assert not site.openai().files.list().data, "the server keeps nothing of it"
     assert sorted(path.name for path in tmp_path.glob("in*")) == ["in.jsonl", output.name], "nothing else is left"
     assert main(arguments) == 1
     assert "is there already" in capsys.readouterr().err
@@ -129,9 +131,17 @@ def test_a_file_that_the_server_refused_is_sent_anew_when_it_has_been_corrected(
     written(file, body={"model": "another", "prompt": "ab"})
     with pytest.raises(ConfigError, match="the server refuses the file: line 1"):
         answer(file, output, url=site.url, window="24h", directly=False, concurrency=4)
+    assert not site.openai().files.list().data
     written(file)
     assert answer(file, output, url=site.url, window="24h", directly=False, concurrency=4) == 1
     assert statuses(output) == EXPECTED
+
+
+def test_a_file_whose_batch_is_refused_stays_on_no_server(make_site: Callable[..., Site], tmp_path: Path) -> None:
+    site, file = make_site(**{"batches.directory": str(tmp_path / "batches")}), written(tmp_path / "in.jsonl")
+    with pytest.raises(ConfigError, match="completion_window must be a time"):
+        answer(file, tmp_path / "out.jsonl", url=site.url, window="soon", directly=False, concurrency=4)
+    assert not site.openai().files.list().data
 
 
 class Busy(BaseHTTPRequestHandler):

@@ -102,8 +102,7 @@ def size(
     Raises:
         ConfigError: no pools of `plan.most` workers keep the targets, or none are within the budget.
     """
-    num_input, num_output, rate = mean_lengths(plan)
-    candidates = list(pairs(plan, types, num_input, num_output, rate))
+    candidates = list(pairs(plan, types, mean_lengths(plan)))
     if not candidates:
         raise ConfigError(
             f"no type can generate a token in slo.tpot_ms ({plan.slo.tpot_ms:g} ms) with room for one request; "

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from tandem.core.errors import ConfigError
 from tandem.plan.files import write_files
 from tandem.plan.plan_file import Plan, TypeSpec, read_plan
 from tandem.plan.search import Pair, cheapest, most_speed, price, within
-from tandem.plan.simulate import Kept, Pools
+from tandem.plan.simulate import Kept, Means, Pools, mean_lengths, simulate
 from tandem.plan.size import Found, size
 from tests.support.waiting import nothing, wait_until
 
@@ -159,6 +160,26 @@ def test_a_whole_search_finds_pools_says_why_and_writes_them(
     assert decode["min_workers"] == math.ceil(best["num_decode"] / 8)
     assert decode["node_config"] == {"A": 1, "InstanceType": "p5.48xlarge"}
     assert "head" in cluster["available_node_types"]
+
+
+def test_what_a_trace_says_prompts_share_is_computed_once(tmp_path: Path) -> None:
+    def found(name: str, blocks: Callable[[int], list[int]], **others: Any) -> tuple[Kept, Means]:
+        rows = [
+            {"timestamp": 500 * number, "input_length": 4096, "output_length": 20, "hash_ids": blocks(number)}
+            for number in range(8)
+        ]
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        plan, types = read_plan(plan_file(tmp_path, load={"trace": name}, **others))
+        return simulate(plan, types, Pools("h100", 1, "h100", 1), whole=True), mean_lengths(plan)
+
+    alike, of_alike = found("alike", lambda _: list(range(8)))
+    other, of_other = found("other", lambda number: list(range(8 * number, 8 * number + 8)))
+    assert alike.busy_prefill < 0.5 * other.busy_prefill
+    assert of_alike.num_input == of_other.num_input == of_other.num_computed == 4096
+    assert of_alike.num_computed == (4096 + 7) / 8, "of a prompt that was seen its last token is computed"
+    without, of_without = found("alike", lambda _: list(range(8)), tandem={"cache": {"prefix_cache": False}})
+    assert without.busy_prefill == pytest.approx(other.busy_prefill)
+    assert of_without == of_other
 
 
 @pytest.mark.parametrize(

@@ -126,25 +126,28 @@ def _delete(server: Server, file_ids: Iterable[str]) -> None:
 
 def _followed(server: Server, batch_id: str, note: Path, show: Show) -> Found:
     """Raises `ConfigError`: the batch failed, and the note of it is gone; names its first lines that are wrong."""
-    num_unanswered = 0
+    back_off_s, num_unanswered = _FIRST_BACK_OFF_S, 0
     while True:
         try:
             batch = server.ask("GET", f"/v1/batches/{batch_id}")
-            num_unanswered = 0
-        except NotRunningError:  # its router is replaced
+        except (NotRunningError, RefusedError) as error:
+            if isinstance(error, RefusedError):
+                if error.status == 404:
+                    raise ConfigError(f"{error.message}; remove {note} to send the file anew") from error
+                if error.status not in _TRY_AGAIN:
+                    raise
+            # Its router is replaced, and a proxy may say so; or we have asked too often.
             num_unanswered += 1
             if num_unanswered > _MAX_UNANSWERED:
                 raise
-        except RefusedError as error:
-            if error.status != 404:
-                raise
-            raise ConfigError(f"{error.message}; remove {note} to send the file anew") from error
+            pause_s, back_off_s = back_off_s, min(2 * back_off_s, _MAX_BACK_OFF_S)
         else:
             counts = batch["request_counts"] or {"completed": 0, "failed": 0}
             show(counts["completed"] + counts["failed"], counts["failed"])
             if batch["status"] in _ENDED:
                 break
-        time.sleep(_LOOK_S)
+            pause_s, back_off_s, num_unanswered = _LOOK_S, _FIRST_BACK_OFF_S, 0
+        time.sleep(pause_s)
     if batch["status"] == "failed":
         note.unlink(missing_ok=True)  # the same command sends the file anew once it has been corrected
         _delete(server, [batch["input_file_id"]])

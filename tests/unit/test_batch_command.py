@@ -174,6 +174,44 @@ def test_what_a_server_refuses_for_now_is_tried_again(tmp_path: Path) -> None:
     assert list(Busy.seen.values()) == [3]
 
 
+class Away(BaseHTTPRequestHandler):
+    """A proxy whose router is away when it is first asked for a batch."""
+
+    protocol_version = "HTTP/1.1"
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        batch = {
+            "status": "completed", "request_counts": None, "input_file_id": "in", "output_file_id": "out",
+            "error_file_id": None,
+        }  # fmt: skip
+        answer = {"custom_id": "r0", "response": {"status_code": 200, "body": {}}, "error": None}
+        is_away = not self.asked
+        self.asked.append(self.path)
+        body = json.dumps(answer if self.path.endswith("/content") else batch).encode()
+        self.send_response(502 if is_away else 200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_DELETE(self) -> None:
+        self.send_response(204)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+
+def test_a_batch_is_followed_beyond_an_answer_of_its_proxy_alone(tmp_path: Path) -> None:
+    line = {"custom_id": "r0", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line))
+    (tmp_path / "in.jsonl.answers.jsonl.batch").write_text("batch_1")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Away) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert main(["batch", str(tmp_path / "in.jsonl"), "--url", f"http://127.0.0.1:{server.server_port}"]) == 0
+        server.shutdown()
+    assert Away.asked == ["/v1/batches/batch_1", "/v1/batches/batch_1", "/v1/files/out/content"]
+    assert statuses(tmp_path / "in.jsonl.answers.jsonl") == [("r0", 200)]
+
+
 class Slow(BaseHTTPRequestHandler):
     """Answers the first request, and no other in time."""
 

@@ -19,7 +19,7 @@ from tandem.cluster.watch.arguments import add_commands as add_watch_commands
 from tandem.core.arguments import Parser, PoolSizes, pool_sizes, port, whole
 from tandem.core.config import MAX_POOL, Config, load
 from tandem.core.dtypes import KV_DTYPES
-from tandem.core.errors import NOT_RUNNING, NotRunningError, TandemError
+from tandem.core.errors import NOT_RUNNING, ConfigError, NotRunningError, TandemError
 from tandem.plan.arguments import add_command_to as add_plan_command
 from tandem.sim.arguments import add_command_to as add_sim_command
 
@@ -230,6 +230,8 @@ def _add_bench(commands: Any) -> None:
 
 
 def _serve(options: argparse.Namespace) -> int:
+    if options.log is not None and not options.detach:
+        raise ConfigError("--log says where the output goes with --detach: give both, or redirect it", key="--log")
     config = _config(options)
     if not options.detach:
         from tandem.cluster.serve.serve import serve

@@ -35,6 +35,8 @@ def run(options: argparse.Namespace) -> int:
         ConfigError: an option, the trace or the configuration is wrong.
         TandemError: a cluster did not start, or did not answer.
     """
+    json_file.check_before(options.json)
+    json_file.check_before(options.plot, "--plot")
     if options.plot is not None:
         new_figure(height=1.0)  # after the measurement would be late to say that there is no matplotlib
     return _simulated(options) if options.simulate is not None else _measured(options)
@@ -92,7 +94,7 @@ def _simulated(options: argparse.Namespace) -> int:
     print(f"note: simulated with the times of {options.simulate}: trust no difference that is as small as their error")
     _write(options, clusters, runs, simulation.slo, found, simulation.cut)
     _plot(options, clusters, runs, found)
-    return 0
+    return int(any(each.figures["num_failed"] for each in runs))
 
 
 def _clusters(options: argparse.Namespace) -> tuple[Cluster, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -66,11 +67,14 @@ class Simulation:
 
     def run(self, cluster: Cluster, repetition: int) -> AdviceRun:
         """Raises `ConfigError` where a request fits into no worker."""
-        outcomes = World(self._world(cluster)).run(self._arrivals(repetition))
-        return AdviceRun(cluster, repetition, simulated_figures(outcomes, self.slo))
+        arrivals = self._arrivals(repetition)
+        outcomes = World(self._world(cluster, arrivals)).run(arrivals)
+        figures = simulated_figures(outcomes, self.slo)
+        remarks = tuple(f"{number} failed: {kind}" for kind, number in figures["num_failed"].items())
+        return AdviceRun(cluster, repetition, figures, remarks)
 
-    def _world(self, cluster: Cluster) -> WorldShape:
-        shape = self.scenario.shape()
+    def _world(self, cluster: Cluster, arrivals: Sequence[Arrival]) -> WorldShape:
+        shape = self.scenario.shape(arrivals)
         return replace(
             shape,
             prefill=replace(shape.prefill, num_workers=cluster.num_prefill, bounds=None),
@@ -84,26 +88,33 @@ class Simulation:
         times: Sequence[float] = [entry.arrival_s or 0.0 for entry in entries]
         if self.shape.rate is not None:
             times = poisson_arrivals(len(entries), self.shape.rate, str(self.workload.seed + repetition - 1))
-        both = enumerate(zip(times, entries, strict=True))
-        return [Arrival(number, time_s, entry.num_input, entry.num_output) for number, (time_s, entry) in both]
+        return [
+            Arrival(number, time_s, entry.num_input, entry.num_output, entry.block_ids, entry.block_size)
+            for number, (time_s, entry) in enumerate(zip(times, entries, strict=True))
+        ]
 
 
 def simulated_figures(outcomes: Sequence[Outcome], slo: Slo) -> RunFigures:
-    """What a run has for the verdict, of at least one request. Of gaps only the longest of each request is known."""
+    """What a run has for the verdict, of at least one request. Of gaps only the longest of each request is known.
+
+    A request that failed, or was refused, is in no latency and no throughput, and has not kept its targets.
+    """
+    good = [one for one in outcomes if not one.error]
     begin_s = min(one.arrival.arrived_s for one in outcomes)
-    duration_s = max(one.last_token_s for one in outcomes) - begin_s
-    num_good = sum(one.keeps(slo.ttft_s or 0.0, slo.tpot_s or 0.0) for one in outcomes)
+    duration_s = max((one.last_token_s for one in good), default=begin_s) - begin_s
+    per_s = 1 / duration_s if duration_s > 0 else 0.0
+    num_kept = sum(one.keeps(slo.ttft_s or 0.0, slo.tpot_s or 0.0) for one in good)
     latencies = {
-        "ttft_s": [one.ttft_s for one in outcomes],
-        "tpot_s": [one.tpot_s for one in outcomes if one.tpot_s is not None],
-        "longest_gap_s": [one.longest_gap_s for one in outcomes if one.num_tokens > 1],
+        "ttft_s": [one.ttft_s for one in good],
+        "tpot_s": [one.tpot_s for one in good if one.tpot_s is not None],
+        "longest_gap_s": [one.longest_gap_s for one in good if one.num_tokens > 1],
     }
     found = {name: distribution(values) for name, values in latencies.items()}
     return {
         "duration_s": duration_s,
         "num_requests": len(outcomes),
-        "num_failed": {},
-        "output_tokens_per_s": sum(one.num_tokens for one in outcomes) / duration_s,
-        "goodput": {"num_good": num_good, "share": num_good / len(outcomes), "per_s": num_good / duration_s},
+        "num_failed": dict(sorted(Counter(one.error for one in outcomes if one.error).items())),
+        "output_tokens_per_s": sum(one.num_tokens for one in good) * per_s,
+        "goodput": {"num_good": num_kept, "share": num_kept / len(outcomes), "per_s": num_kept * per_s},
         **{name: None if values is None else asdict(values) for name, values in found.items()},
     }

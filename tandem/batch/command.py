@@ -10,9 +10,10 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tandem.batch.requests import AskedLine, lines_of, read_answers, read_requests, write_answers
 from tandem.batch.server import RefusedError, Server
 from tandem.core.errors import ConfigError, NotRunningError, TandemError
+from tandem.core.writable import check_writable
 
 _LOOK_S = 1.0
 _FIRST_BACK_OFF_S, _MAX_BACK_OFF_S = 0.5, 30.0
@@ -32,6 +34,14 @@ _ENDED = ("completed", "failed", "expired", "cancelled")
 
 Show = Callable[[int, int], None]
 """How many are answered, and how many of them are no 200."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Answers by custom_id; and the files of them and of what was asked, which a server keeps until told otherwise."""
+
+    by_id: dict[str, bytes]
+    file_ids: list[str] = field(default_factory=list)
 
 
 def answer(file: Path, output: Path, *, url: str, window: str, directly: bool, concurrency: int) -> int:
@@ -46,14 +56,18 @@ def answer(file: Path, output: Path, *, url: str, window: str, directly: bool, c
         raise ConfigError(f"{output} is there already; remove it, or name another --output")
     if not output.parent.is_dir():
         raise ConfigError(f"{output.parent} is no directory; make it, or name another --output")
+    check_writable(output, "--output")  # a batch whose name cannot be noted would be sent, and paid for, again
     server = Server(url)
     console = Console(stderr=True)
     try:
         with _progress(console, len(asked)) as show:
-            by_id = None if directly else _by_batch(server, file, output, asked, window, show)
-            if by_id is None:
-                by_id = _one_by_one(url, output, asked, concurrency, show)
-        num_failed = write_answers(output, asked, by_id.__getitem__)
+            found = None if directly else _by_batch(server, file, output, asked, window, show)
+            if found is None:
+                found = Found(_one_by_one(url, output, asked, concurrency, show))
+        num_failed = write_answers(output, asked, found.by_id.__getitem__)
+        _delete(server, found.file_ids)
+    except OSError as error:  # of a file: what a connection raises has become one of ours
+        raise ConfigError(f"the answers cannot be written to {output}: {error.strerror}", key="--output") from error
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here", file=sys.stderr)
         raise
@@ -71,8 +85,8 @@ def answer(file: Path, output: Path, *, url: str, window: str, directly: bool, c
 
 def _by_batch(
     server: Server, file: Path, output: Path, asked: list[AskedLine], window: str, show: Show
-) -> dict[str, bytes] | None:
-    """Answers by custom_id; `None`: the server has no batches, or not of these."""
+) -> Found | None:
+    """`None`: the server has no batches, or not of these."""
     endpoints = {line.url for line in asked}
     note = _batch_file(output)
     if len(endpoints) > 1 or _partial_file(output).exists():
@@ -80,53 +94,68 @@ def _by_batch(
     if note.exists():
         batch_id = note.read_text().strip()
     else:
+        uploaded: list[str] = []
         try:
-            file_id = server.upload(file)
-            body = {"input_file_id": file_id, "endpoint": endpoints.pop(), "completion_window": window}
+            uploaded.append(server.upload(file))
+            body = {"input_file_id": uploaded[0], "endpoint": endpoints.pop(), "completion_window": window}
             batch_id = str(server.ask("POST", "/v1/batches", body)["id"])
         except RefusedError as error:
+            _delete(server, uploaded)
             if error.status not in (404, 405):
                 raise
             print(f"the server has no batches ({error.message}): the requests are sent one by one", file=sys.stderr)
             return None
-        note.write_text(batch_id + "\n")
         print(f"batch {batch_id}; it goes on without this command", file=sys.stderr)
-    by_id = _followed(server, batch_id, note, show)
-    if (lacking := next((line.custom_id for line in asked if line.custom_id not in by_id), None)) is not None:
+        note.write_text(batch_id + "\n")
+    found = _followed(server, batch_id, note, show)
+    if (lacking := next((line.custom_id for line in asked if line.custom_id not in found.by_id), None)) is not None:
         raise ConfigError(
             f"batch {batch_id} has no answer to {lacking!r}: {file} was another when it was sent; remove {note} to "
             "send it anew"
         )
-    return by_id
+    return found
 
 
-def _followed(server: Server, batch_id: str, note: Path, show: Show) -> dict[str, bytes]:
+def _delete(server: Server, file_ids: Iterable[str]) -> None:
+    """What was sent there and what has been read: a server keeps its files until somebody deletes them, and nobody else
+    knows of these."""
+    for file_id in file_ids:
+        with suppress(TandemError, ValueError):  # one that cannot be deleted changes nothing of the answers
+            server.ask("DELETE", f"/v1/files/{file_id}")
+
+
+def _followed(server: Server, batch_id: str, note: Path, show: Show) -> Found:
     """Raises `ConfigError`: the batch failed, and the note of it is gone; names its first lines that are wrong."""
-    num_unanswered = 0
+    back_off_s, num_unanswered = _FIRST_BACK_OFF_S, 0
     while True:
         try:
             batch = server.ask("GET", f"/v1/batches/{batch_id}")
-            num_unanswered = 0
-        except NotRunningError:  # its router is replaced
+        except (NotRunningError, RefusedError) as error:
+            if isinstance(error, RefusedError):
+                if error.status == 404:
+                    raise ConfigError(f"{error.message}; remove {note} to send the file anew") from error
+                if error.status not in _TRY_AGAIN:
+                    raise
+            # Its router is replaced, and a proxy may say so; or we have asked too often.
             num_unanswered += 1
             if num_unanswered > _MAX_UNANSWERED:
                 raise
-        except RefusedError as error:
-            if error.status != 404:
-                raise
-            raise ConfigError(f"{error.message}; remove {note} to send the file anew") from error
+            pause_s, back_off_s = back_off_s, min(2 * back_off_s, _MAX_BACK_OFF_S)
         else:
             counts = batch["request_counts"] or {"completed": 0, "failed": 0}
             show(counts["completed"] + counts["failed"], counts["failed"])
             if batch["status"] in _ENDED:
                 break
-        time.sleep(_LOOK_S)
+            pause_s, back_off_s, num_unanswered = _LOOK_S, _FIRST_BACK_OFF_S, 0
+        time.sleep(pause_s)
     if batch["status"] == "failed":
         note.unlink(missing_ok=True)  # the same command sends the file anew once it has been corrected
+        _delete(server, [batch["input_file_id"]])
         wrong = [f"line {error['line']}: {error['message']}" for error in (batch["errors"] or {"data": []})["data"]]
         raise ConfigError(f"the server refuses the file: {'; '.join(wrong[:5])}")
     files = [batch[name] for name in ("output_file_id", "error_file_id") if batch[name]]
-    return {custom_id: raw for file_id in files for custom_id, raw in lines_of(server.content(file_id))}
+    by_id = {custom_id: raw for file_id in files for custom_id, raw in lines_of(server.content(file_id))}
+    return Found(by_id, [batch["input_file_id"], *files])
 
 
 # -- one by one
@@ -192,7 +221,8 @@ def _answered(server: Server, line: AskedLine, stop: threading.Event) -> bytes:
         if status not in _TRY_AGAIN or (status == 500 and head.get("x-should-retry") != "true"):
             response = {"status_code": status, "request_id": head.get("x-request-id", ""), "body": _json(raw)}
             said = {"custom_id": line.custom_id, "response": response, "error": None}
-            return json.dumps(said, ensure_ascii=False).encode() + b"\n"
+            # Half of a pair of UTF-16 has no UTF-8: within a text of JSON what stands for it is an escape there, too.
+            return json.dumps(said, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
         told = head.get("retry-after", "")
         if stop.wait(float(told) if told.isdigit() else back_off_s):
             raise TandemError("it was interrupted")

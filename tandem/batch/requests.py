@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from tandem.core.errors import ConfigError
+
+_PATH = re.compile(r"/v1/[!-~]+")  # as it can stand in the first line of a request
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ def _line(text: str, where: str) -> AskedLine:
     custom_id, url, body = (line.get(name) for name in ("custom_id", "url", "body"))
     if not isinstance(custom_id, str) or not custom_id:
         raise ConfigError(f"{where} has no custom_id, a text that names its answer")
-    if line.get("method", "POST") != "POST" or not isinstance(url, str) or not url.startswith("/v1/"):
+    if line.get("method", "POST") != "POST" or not isinstance(url, str) or not _PATH.fullmatch(url):
         raise ConfigError(f"{where} must have the method POST and a url such as /v1/chat/completions")
     if not isinstance(body, dict):
         raise ConfigError(f"{where} has no body, the request as a JSON object")

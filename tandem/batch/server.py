@@ -10,8 +10,8 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
+from tandem.core.addresses import split_url
 from tandem.core.client_key import KEY_VARIABLES, api_key
 from tandem.core.errors import ConfigError, NotRunningError
 
@@ -35,9 +35,10 @@ class Server:
     """Args: url: of the server; `/v1` at its end may be there or not."""
 
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"{url!r} is no URL; write it like http://host:8000", key="--url")
+        try:
+            parts = split_url(url if "//" in url else f"http://{url}")
+        except ValueError as error:
+            raise ConfigError(f"{url!r} is no URL; write it like http://host:8000", key="--url") from error
         self.url = url.rstrip("/").removesuffix("/v1")
         self._parts = parts
         self._connection: http.client.HTTPConnection | None = None

@@ -7,7 +7,8 @@ import asyncio
 import dataclasses
 import functools
 import json
-from collections.abc import Coroutine, Sequence
+import math
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from tandem.bench.cache_replay import CacheSpec, replay
 from tandem.bench.goodput import GoodputSearch, search_goodput
 from tandem.bench.load.conversations import ConversationPlan
 from tandem.bench.load.records import Slo
+from tandem.bench.load.trace_entry import MOONCAKE_BLOCK
 from tandem.bench.load.traces import load_trace, scaled
 from tandem.bench.load.workload import DEFAULT_VOCABULARY, fixed_lengths, plain_vocabulary
 from tandem.bench.overload import Plan
@@ -41,6 +43,7 @@ T = TypeVar("T")
 
 def run(options: argparse.Namespace) -> int:
     """`tandem bench run`; 0, 1 where a request failed, 130 where it was interrupted."""
+    json_file.check_before(options.json)
     session, console = _session(options), Console(stderr=True)
     shape = Shape(concurrency=options.concurrency, rate=options.rate)
     session.check(shape)
@@ -60,6 +63,7 @@ async def _run_once(session: Session, shape: Shape, options: argparse.Namespace,
 
 def goodput(options: argparse.Namespace) -> int:
     """`tandem bench goodput`; 0, 1 where no rate kept the SLO, 130 where it was interrupted."""
+    json_file.check_before(options.json)
     session, console = _session(options), Console(stderr=True)
     search = GoodputSearch(
         Slo(options.slo_ttft, options.slo_tpot),
@@ -101,6 +105,7 @@ def plot(options: argparse.Namespace) -> int:
 
 def overload(options: argparse.Namespace) -> int:
     """`tandem bench overload`."""
+    json_file.check_before(options.json)
     plan = Plan(
         prompt_words=options.prompt_words,
         max_tokens=options.max_tokens,
@@ -119,6 +124,7 @@ def overload(options: argparse.Namespace) -> int:
 
 def cache(options: argparse.Namespace) -> int:
     """`tandem bench cache`."""
+    json_file.check_before(options.json)
     entries = load_trace(options.file, options.format, limit=options.limit, block_size=options.block_size, key="FILE")
     if not all(entry.block_ids for entry in entries):
         raise ConfigError(f"{options.file} does not say what prompts share; give a trace with hash_ids", key="FILE")
@@ -138,24 +144,40 @@ COMMANDS = {command.__name__: command for command in (run, goodput, compare, plo
 # --- from options -----------------------------------------------------------------------------------------------------
 
 
-#: Options that say nothing of conversations: their texts are words.
-_NOT_OF_CONVERSATIONS = ("trace", "num_requests", "cut", "tokenizer", "vocab")
+# What options are where nobody gives them, by what they say something of; given elsewhere they would do nothing.
+_OF_TRACES = {"limit": None, "format": None, "block_size": MOONCAKE_BLOCK, "scale_time": 1.0}
+_OF_CONVERSATIONS = {"turns": 6, "think_time": 0.0, "api": "completions"}
+_OF_RESULTS = {"records": False, "label": None}
+#: Conversations' texts are words.
+_NOT_OF_CONVERSATIONS = _OF_TRACES | {
+    "trace": None, "num_requests": None, "cut": None, "tokenizer": None, "vocab": None, "scale_lengths": 1.0
+}  # fmt: skip
+_OPTIONS = {"scale_time": "--scale-time (or --speed)"}  # those that are not written as they are called here
+
+
+def _refuse_given(options: argparse.Namespace, unused: Mapping[str, Any], why: str) -> None:
+    """Raises `ConfigError` where one of them is not as it is by default."""
+    for name, default in unused.items():
+        if getattr(options, name, default) != default:
+            option = _OPTIONS.get(name, f"--{name.replace('_', '-')}")
+            raise ConfigError(f"{option} {why}", key=option)
 
 
 def _session(options: argparse.Namespace) -> Session:
+    if options.json is None:
+        _refuse_given(options, _OF_RESULTS, "says something of the file of --json: name one, or leave it out")
     target = Target(
         options.url, options.model, ignore_eos=options.ignore_eos, timeout_s=options.timeout,
         max_sockets=options.max_connections,
     )  # fmt: skip
-    is_conversation = getattr(options, "conversations", None) is not None  # `goodput` has none
-    return Session(target, _conversations(options) if is_conversation else workload_of(options))
+    if getattr(options, "conversations", None) is not None:  # `goodput` has none
+        return Session(target, _conversations(options))
+    _refuse_given(options, _OF_CONVERSATIONS, "says something of conversations: give --conversations, or leave it out")
+    return Session(target, workload_of(options))
 
 
 def _conversations(options: argparse.Namespace) -> Workload:
-    for name in _NOT_OF_CONVERSATIONS:
-        if getattr(options, name) is not None:
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{option} does not go with --conversations: leave one of them out", key=option)
+    _refuse_given(options, _NOT_OF_CONVERSATIONS, "does not go with --conversations: leave one of them out")
     plan = ConversationPlan(
         options.conversations, options.turns, options.input_len, options.output_len, options.think_time, options.api
     )
@@ -166,6 +188,7 @@ def workload_of(options: argparse.Namespace) -> Workload:
     """Of a trace, or of equal requests. Raises `ConfigError`."""
     tokenizer = None if options.tokenizer is None else Tokenizer.from_dir(options.tokenizer)
     if options.trace is None:
+        _refuse_given(options, _OF_TRACES, "says something of a trace: give --trace, or leave it out")
         num = 64 if options.num_requests is None else options.num_requests
         entries = fixed_lengths(num, options.input_len, options.output_len)
     else:
@@ -255,7 +278,13 @@ def _say_search(search: GoodputSearch, session: Session) -> None:
                 console.print(f"note: at {probe.shape.rate:.3f} /s {number} failed: {kind}", markup=False)
     if session.was_interrupted:
         console.print("note: partial: the search was stopped before its end")
-    if search.rates.best:
-        console.print(f"goodput: {search.rates.best:.3f} requests/s", highlight=False)
-    else:
-        console.print(f"no rate down to {search.rates.worst:.3f} /s kept the SLO", highlight=False)
+    rates = search.rates
+    if rates.best:
+        if not rates.is_close and not session.was_interrupted:
+            higher = "a higher rate" if rates.worst == math.inf else f"a rate below {rates.worst:.3f} /s"
+            console.print(
+                f"note: the search ended with its probes (--max-probes): {higher} may keep the SLO too", soft_wrap=True
+            )
+        console.print(f"goodput: {rates.best:.3f} requests/s", highlight=False)
+    elif rates.worst < math.inf:
+        console.print(f"no rate down to {rates.worst:.3f} /s kept the SLO", highlight=False)

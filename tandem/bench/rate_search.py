@@ -25,8 +25,13 @@ class RateSearch:
             raise ValueError("a search needs a rate above 0, a precision above 1 and a probe")
 
     @property
+    def is_close(self) -> bool:
+        """The bounds are as near to each other as was asked for."""
+        return self.worst <= self.best * self.precision
+
+    @property
     def is_done(self) -> bool:
-        return self.num_probes >= self.max_probes or self.worst <= self.best * self.precision
+        return self.num_probes >= self.max_probes or self.is_close
 
     def tell(self, *, went_well: bool) -> None:
         """How `rate` went."""

@@ -71,7 +71,7 @@ def make_certificates(
     now = datetime.now(UTC)
     if not 1 <= days <= _AUTHORITY_LIFE.days:
         raise ConfigError(f"--days is {days}, must be 1 to {_AUTHORITY_LIFE.days}", key="--days")
-    if not force and directory.exists() and any(directory.iterdir()):
+    if not force and directory.is_dir() and any(directory.iterdir()):
         raise ConfigError(f"{directory} is not empty; choose another directory, or replace it with --force", key="DIR")
     key = authority_key or default_authority_key(directory)
     _check_key(directory, key, force=force)

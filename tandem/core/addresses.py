@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from urllib.parse import SplitResult, urlsplit
+
 ANY_HOST = ("", "0.0.0.0", "::")
 """Listens on all addresses of a host, and is none by which others could reach it."""
 
@@ -29,3 +31,11 @@ def url_host(host: str) -> str:
     """As it stands before a port: an IPv6 address in brackets."""
     bare = bare_host(host)
     return f"[{bare}]" if ":" in bare else bare
+
+
+def split_url(url: str) -> SplitResult:
+    """Of a server that speaks HTTP; its `port` may be read. Raises `ValueError`: it is no such URL."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:  # reading the port checks it
+        raise ValueError(f"{url!r} is no URL of a server")
+    return parts

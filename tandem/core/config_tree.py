@@ -82,8 +82,8 @@ def _build(section: type[_Section], tree: Any, path: str, root: type[Any]) -> _S
                 f"{where} has the key {name!r}, which is no name; YAML reads on, off, yes, no so", key=path
             )
         if name not in fields:
-            full = f"{path}.{name}".lstrip(".")
-            raise ConfigError(f"unknown key {full}; {_suggestion(name, fields, root)}", key=full)
+            full = f"{path}.{name}".lstrip(".")  # YAML has keys that are no texts: numbers, and `on` for one
+            raise ConfigError(f"unknown key {full}; {_suggestion(str(name), fields, root)}", key=full)
     values: dict[str, Any] = {}
     for name, value in tree.items():
         full = f"{path}.{name}".lstrip(".")

@@ -9,6 +9,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from tandem.bench.report import json_file
+from tandem.core.config_tree import read_yaml
 from tandem.core.errors import ConfigError
 from tandem.plan.calculators import (
     Machine,
@@ -26,7 +27,7 @@ from tandem.plan.calculators import (
     roofline as roofline_of,
 )
 from tandem.plan.cards import find_card
-from tandem.plan.files import write_files
+from tandem.plan.files import check_directory, write_files
 from tandem.plan.plan_file import read_plan
 from tandem.plan.report import report
 from tandem.plan.shapes import find_shape
@@ -111,6 +112,10 @@ def size(options: argparse.Namespace) -> int:
     plan, types = read_plan(options.file)
     if options.cluster is not None and options.out is None:
         raise ConfigError("--cluster is what --out writes anew; name a directory with --out", key="--cluster")
+    json_file.check_before(options.json)
+    base = read_yaml(options.cluster, "--cluster") if options.cluster is not None else {}
+    if options.out is not None:
+        check_directory(options.out)
     err, out = Console(stderr=True), _out()
     columns = SpinnerColumn(), TextColumn("{task.completed} simulations"), TimeElapsedColumn()
     with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as progress:
@@ -121,7 +126,7 @@ def size(options: argparse.Namespace) -> int:
     if options.json is not None:
         json_file.write(options.json, content(plan, types, found))
     if options.out is not None:
-        for file in write_files(options.out, options.cluster, plan, types, found):
+        for file in write_files(options.out, base, plan, types, found):
             out.print(f"wrote {file}")
     return 0
 

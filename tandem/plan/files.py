@@ -8,29 +8,39 @@ from typing import Any
 
 import yaml
 
-from tandem.core.config_tree import read_yaml
 from tandem.core.errors import ConfigError
+from tandem.core.writable import check_writable
 from tandem.plan.plan_file import Plan, TypeSpec
 from tandem.plan.size import Found, num_nodes
 
 _ROLES = ("prefill", "decode")
+_TANDEM, _CLUSTER = "tandem.yaml", "cluster.yaml"
+
+
+def check_directory(directory: Path) -> None:
+    """Make it; asked before a search. Raises `ConfigError` where the files cannot be written there."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {directory}: {error.strerror}", key="--out") from error
+    for name in (_TANDEM, _CLUSTER):
+        check_writable(directory / name, "--out")
 
 
 def write_files(
-    directory: Path, cluster: Path | None, plan: Plan, types: dict[str, TypeSpec], found: Found
+    directory: Path, base: dict[str, Any], plan: Plan, types: dict[str, TypeSpec], found: Found
 ) -> list[Path]:
-    """`cluster`: whose other keys stay; `None`: nothing but the pools is written.
+    """`base`: a cluster.yaml whose other keys stay; empty: nothing but the pools is written.
 
     Raises:
-        ConfigError: a file cannot be read or written.
+        ConfigError: a file cannot be written.
     """
     _check_served(plan, types, found)
-    base = read_yaml(cluster, "--cluster") if cluster is not None else {}
     try:
         directory.mkdir(parents=True, exist_ok=True)
         files = {
-            directory / "tandem.yaml": tandem_yaml(plan, types, found),
-            directory / "cluster.yaml": cluster_yaml(base, types, found),
+            directory / _TANDEM: tandem_yaml(plan, types, found),
+            directory / _CLUSTER: cluster_yaml(base, types, found),
         }
         for file, (comment, tree) in files.items():
             file.write_text(comment + yaml.safe_dump(tree, sort_keys=False, width=120))

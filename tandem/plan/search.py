@@ -14,7 +14,7 @@ from functools import partial
 
 from tandem.plan.calculators import rates
 from tandem.plan.plan_file import LEAST_POWER, Plan, TypeSpec
-from tandem.plan.simulate import Kept, Pools
+from tandem.plan.simulate import Kept, Means, Pools
 
 Evaluate = Callable[[Pools], Kept]
 """What the pools keep; asked more than once for the same ones, it answers at once."""
@@ -39,22 +39,22 @@ class Pair:
         return Pools(self.prefill_type, num_prefill, self.decode_type, num_decode)
 
 
-def pairs(plan: Plan, types: dict[str, TypeSpec], num_input: float, num_output: float, rate: float) -> Iterator[Pair]:
-    """All that may serve. `num_input`, `num_output`: tokens of a request on average; `rate`: requests a second."""
+def pairs(plan: Plan, types: dict[str, TypeSpec], means: Means) -> Iterator[Pair]:
+    """All that may serve a load of such requests."""
     served = plan.served
     for prefill_name, prefill in types.items():
         for decode_name, decode in types.items():
             if prefill.roles == "decode" or decode.roles == "prefill":
                 continue
-            lengths = math.ceil(num_input), math.ceil(num_output), plan.slo.tpot_ms * 1e-3
+            lengths = math.ceil(means.num_input), math.ceil(means.num_output), plan.slo.tpot_ms * 1e-3
             of_prefill, of_decode = rates(served, prefill.machine, *lengths), rates(served, decode.machine, *lengths)
             if not of_decode.decode:
                 continue  # one sequence alone takes longer than its target
             yield Pair(
                 prefill_name,
                 decode_name,
-                max(1, math.ceil(rate * num_input / of_prefill.prefill)),
-                max(1, math.ceil(rate * num_output / of_decode.decode)),
+                max(1, math.ceil(means.rate * means.num_computed / of_prefill.prefill)),
+                max(1, math.ceil(means.rate * means.num_output / of_decode.decode)),
                 of_decode.batch.bound,
             )
 

@@ -125,6 +125,8 @@ def find_shape(model: str) -> ModelShape:
         config = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}", key="--model") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{file} must hold an object, not {type(config).__name__}", key="--model")
     return _of_config(directory.name, config)
 
 
@@ -139,11 +141,17 @@ def _of_config(name: str, config: dict[str, Any]) -> ModelShape:
     if layers is None or hidden is None or heads is None or vocab is None:
         missing = ", ".join(" or ".join(_NAMES[field]) for field in needed if find(field) is None)
         raise ConfigError(f"the config.json of {name} does not say {missing}", key="--model")
+    for field in _NAMES:
+        if (value := find(field)) is not None and value < (field in needed):
+            names = " or ".join(_NAMES[field])
+            raise ConfigError(f"the config.json of {name} says {value} of {names}: no model has that", key="--model")
+    if not (head_dim := find("head_dim") or hidden // heads):
+        raise ConfigError(f"the config.json of {name} has more heads than their hidden size, {hidden}", key="--model")
     kind = str(config.get("model_type", ""))
     return ModelShape(
         name, layers, hidden, heads,
         kv_heads=find("kv_heads") or heads,
-        head_dim=find("head_dim") or hidden // heads,
+        head_dim=head_dim,
         intermediate=find("intermediate") or 4 * hidden,
         vocab=vocab,
         is_gated=kind not in _PLAIN,

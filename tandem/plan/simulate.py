@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
+import os
+import signal
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
+from tandem.bench.load.block_names import BlockNames
 from tandem.core.errors import ConfigError
 from tandem.core.identity import Role
 from tandem.core.time_model import ModelSpec, PoolSpec
@@ -57,11 +63,41 @@ class _TooManyMissedError(Exception):
     """No more can be reached."""
 
 
+class StoppedError(Exception):
+    """Nobody wants to know any more."""
+
+
+class Stop(Protocol):
+    """Whether simulations are to end; asked at each request that has ended."""
+
+    def is_set(self) -> bool: ...
+
+
+_stop: Stop | None = None  # of the process that this one simulates for
+
+
+def follow(stop: Stop) -> None:
+    """In a process that simulates for another one: end where `stop` says so, or with that process, and not by a Ctrl-C
+    of the terminal, which reaches both."""
+    global _stop
+    _stop = stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed has told nobody."""
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+        os._exit(128 + signal.SIGTERM)
+
+
 def simulate(plan: Plan, types: dict[str, TypeSpec], pools: Pools, *, whole: bool = False) -> Kept:
     """`whole`: also where the targets cannot be kept any more.
 
     Raises:
         ConfigError: the trace cannot be read, or a request fits into no worker.
+        StoppedError: the process that asked for it has stopped.
     """
     load = _load(plan.load, plan.directory, plan.seed)
     targets = plan.slo
@@ -71,6 +107,8 @@ def simulate(plan: Plan, types: dict[str, TypeSpec], pools: Pools, *, whole: boo
 
     def ended(outcome: Outcome) -> None:
         nonlocal kept_ttft, kept_tpot, kept_both, num, last_first_token_s
+        if _stop is not None and _stop.is_set():
+            raise StoppedError
         last_first_token_s = max(last_first_token_s, outcome.first_token_s)
         tpot_s = outcome.tpot_s
         in_time = outcome.ttft_s <= targets.ttft_ms * 1e-3
@@ -82,7 +120,7 @@ def simulate(plan: Plan, types: dict[str, TypeSpec], pools: Pools, *, whole: boo
         if not whole and num - kept_both > most_missed:
             raise _TooManyMissedError
 
-    world = World(_shape(plan, types, pools), ended)
+    world = World(_shape(plan, types, pools, load), ended)
     is_whole = True
     try:
         world.run(load)
@@ -103,11 +141,24 @@ def _rate(load: Sequence[Arrival]) -> float:
     return (len(load) - 1) / span_s if span_s > 0 else float(len(load))
 
 
-def mean_lengths(plan: Plan) -> tuple[float, float, float]:
-    """Tokens of a prompt and of an output on average, and requests a second."""
-    load = _load(plan.load, plan.directory, plan.seed)
-    num = len(load)
-    return sum(one.num_input for one in load) / num, sum(one.num_output for one in load) / num, _rate(load)
+class Means(NamedTuple):
+    """Of a load's requests: tokens of a prompt, those of it that an endless prefix cache would not have, and tokens of
+    an output, on average; and requests a second."""
+
+    num_input: float
+    num_computed: float
+    num_output: float
+    rate: float
+
+
+def mean_lengths(plan: Plan) -> Means:
+    load, names = _load(plan.load, plan.directory, plan.seed), BlockNames()
+    num, num_computed = len(load), 0
+    for one in load:
+        _, num_seen = names.keys(one.block_ids if plan.tandem.cache.prefix_cache else ())
+        num_computed += max(1, one.num_input - num_seen * one.block_size)
+    num_input, num_output = sum(one.num_input for one in load), sum(one.num_output for one in load)
+    return Means(num_input / num, num_computed / num, num_output / num, _rate(load))
 
 
 @lru_cache(maxsize=16)
@@ -118,7 +169,7 @@ def _load(spec: LoadSpec, directory: str, seed: int) -> tuple[Arrival, ...]:
     return found
 
 
-def _shape(plan: Plan, types: dict[str, TypeSpec], pools: Pools) -> WorldShape:
+def _shape(plan: Plan, types: dict[str, TypeSpec], pools: Pools, load: Sequence[Arrival]) -> WorldShape:
     served, model = plan.served, plan.served.shape
     spec = ModelSpec(
         parameters=float(model.num_active), layers=model.layers, hidden_size=model.hidden, kv_heads=model.kv_heads,
@@ -130,7 +181,7 @@ def _shape(plan: Plan, types: dict[str, TypeSpec], pools: Pools) -> WorldShape:
         decode=PoolSpec(pools.num_decode, kv_room(served, decode)),
         model=spec, network=plan.network, load=plan.load, tandem=plan.tandem, seed=plan.seed,
     )  # fmt: skip
-    shape = scenario.shape()
+    shape = scenario.shape(load)
     return replace(
         shape,
         prefill=replace(shape.prefill, times=roofline(served, prefill)),

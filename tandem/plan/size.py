@@ -9,18 +9,21 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 from tandem.core.errors import ConfigError
 from tandem.plan.plan_file import MOST_GOODPUT, Plan, TypeSpec
 from tandem.plan.search import Pair, cheapest, most_speed, pairs, price, within
-from tandem.plan.simulate import Kept, Pools, mean_lengths, simulate
+from tandem.plan.simulate import Kept, Pools, follow, mean_lengths, simulate
 from tandem.sim.scenario import LoadSpec
 
 FORMAT = "tandem-plan-1"
 _CHANGE = 0.25
 # Of the pools that a budget has, so many are simulated: those of which arithmetic expects most.
 _MOST_CANDIDATES = 8
+
+_Asked = TypeVar("_Asked")
+_Given = TypeVar("_Given")
 
 
 @dataclass
@@ -51,13 +54,27 @@ class _Simulations:
     def __init__(self, types: dict[str, TypeSpec], processes: int, told: Callable[[int], object]) -> None:
         self._types, self._told = types, told
         # Fresh interpreters: this process has threads, and a fork would take over whatever locks they hold.
-        self._pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
+        context = get_context("spawn")
+        self._stop = context.Event()
+        self._pool = ProcessPoolExecutor(processes, mp_context=context, initializer=follow, initargs=(self._stop,))
         self._lock = Lock()
         self._found: dict[tuple[Plan, Pools, bool], Kept] = {}
         self._num = 0
 
     def close(self) -> None:
+        """End those under way too, and begin none any more."""
+        self._stop.set()
         self._pool.shutdown(cancel_futures=True)
+
+    def together(self, call: Callable[[_Asked], _Given], asked: Sequence[_Asked]) -> list[_Given]:
+        """What `call`, which simulates, gives of each, on threads of their own. Where one fails, or Ctrl-C comes, the
+        others do not go on to their ends."""
+        with ThreadPoolExecutor(len(asked)) as threads:
+            try:
+                return list(threads.map(call, asked))
+            except BaseException:
+                self.close()
+                raise
 
     def __call__(self, plan: Plan, pools: Pools, *, whole: bool = False) -> Kept:
         asked = plan, pools, whole
@@ -85,8 +102,7 @@ def size(
     Raises:
         ConfigError: no pools of `plan.most` workers keep the targets, or none are within the budget.
     """
-    num_input, num_output, rate = mean_lengths(plan)
-    candidates = list(pairs(plan, types, num_input, num_output, rate))
+    candidates = list(pairs(plan, types, mean_lengths(plan)))
     if not candidates:
         raise ConfigError(
             f"no type can generate a token in slo.tpot_ms ({plan.slo.tpot_ms:g} ms) with room for one request; "
@@ -104,11 +120,10 @@ def size(
 
 
 def _cheapest(plan: Plan, types: dict[str, TypeSpec], candidates: Sequence[Pair], simulations: _Simulations) -> Found:
-    with ThreadPoolExecutor(len(candidates)) as threads:
-        tried = threads.map(
-            lambda pair: cheapest(plan, types, pair, lambda pools: simulations(plan, pools)), candidates
-        )
-        best = [(pair, pools) for pair, pools in zip(candidates, tried, strict=True) if pools is not None]
+    tried = simulations.together(
+        lambda pair: cheapest(plan, types, pair, lambda pools: simulations(plan, pools)), candidates
+    )
+    best = [(pair, pools) for pair, pools in zip(candidates, tried, strict=True) if pools is not None]
     if not best:
         raise ConfigError(
             f"no pools of up to {plan.most} workers each keep the targets for {plan.slo.share:.0%} of the requests; "
@@ -142,8 +157,7 @@ def _most_goodput(
 
         return most_speed(holds)
 
-    with ThreadPoolExecutor(len(choices)) as threads:
-        speeds = list(threads.map(speed_of, choices))
+    speeds = simulations.together(speed_of, choices)
     order = sorted(range(len(choices)), key=lambda index: -speeds[index])
     speed, (pair, pools) = speeds[order[0]], choices[order[0]]
     if speed == 0.0:
@@ -174,8 +188,7 @@ def _look_around(plan: Plan, found: Found, simulations: _Simulations) -> None:
             outputs = replace(load, output_median=load.output_median * factor)
             asked[f"prompts {sign}25 %"] = replace(plan, load=prompts), best
             asked[f"outputs {sign}25 %"] = replace(plan, load=outputs), best
-    with ThreadPoolExecutor(len(asked)) as threads:
-        kept = list(threads.map(lambda one: simulations(*one, whole=True), asked.values()))
+    kept = simulations.together(lambda one: simulations(*one, whole=True), list(asked.values()))
     for name, one in zip(asked, kept, strict=True):
         (found.fewer if name.endswith("less") else found.changed)[name] = one
 

@@ -27,6 +27,8 @@ def run(path: Path, json: Path | None, timeline: Path | None = None) -> int:
         raise ConfigError(f"{timeline} must end with {' or '.join(SUFFIXES)}", key="--timeline")
     if timeline is not None and timeline.suffix == ".png":
         new_figure(height=1.0)  # after the simulation would be late to say that there is no matplotlib
+    json_file.check_before(json)
+    json_file.check_before(timeline, "--timeline")
     scenario = read_scenario(path)
     load, out, err = arrivals(scenario, path.parent), Console(soft_wrap=True), Console(stderr=True)
     columns = TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()

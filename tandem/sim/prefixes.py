@@ -12,7 +12,7 @@ from router.workers.page_index import PageIndex
 from tandem.bench.load.block_names import BlockNames
 from tandem.core.identity import WorkerKey
 from tandem.core.page_keys import KEY_BYTES, PageKeys
-from tandem.core.pages import CacheChange
+from tandem.core.pages import CacheChange, pages_for
 from tandem.sim.load import Arrival
 
 _PLACE_BITS = 24  # of a key that name its page's place in the prompt
@@ -28,12 +28,14 @@ class Prefixes:
     _index: PageIndex[bytes, WorkerKey] = field(default_factory=lambda: PageIndex(MOST_KEYS), init=False)
 
     def keys(self, arrival: Arrival) -> PageKeys:
-        """One for each full page of the prompt, chained over all blocks up to the one that it ends in. A prompt without
-        named blocks begins like no other."""
+        """One for each full page of the prompt, chained over all blocks up to the one that it ends in. What no named
+        block covers, of a prompt without any or one whose lengths were scaled, is like no other."""
         blocks, block_size = arrival.block_ids, arrival.block_size
+        own = -2 - arrival.number
         if not blocks:
-            blocks, block_size = (-2 - arrival.number,), max(1, arrival.num_input)
-        chain, _ = self._names.keys(blocks)
+            blocks, block_size = (own,), max(1, arrival.num_input)
+        num_lacking = pages_for(arrival.num_input, block_size) - len(blocks)
+        chain, _ = self._names.keys((*blocks, *(own for _ in range(num_lacking))))
         num_pages = arrival.num_input // self.page_size
         ends_in = (chain[((page + 1) * self.page_size - 1) // block_size] for page in range(num_pages))
         names = ((number << _PLACE_BITS | page).to_bytes(SHORT, "big") for page, number in enumerate(ends_in))
@@ -63,5 +65,3 @@ class Prefixes:
 
     def _wanted(self, keys: PageKeys, num_tokens: int) -> Sequence[bytes]:
         return [key[:SHORT] for key in keys[: (num_tokens - 1) // self.page_size]]
-
-

@@ -87,9 +87,19 @@ def test_a_file_is_answered_in_its_order(
     assert f"{NUM} answers, 1 of them errors" in said.out
     assert ("goes on without this command" in said.err) == (way == "by batches")
     assert ("one by one" in said.err) == (way == "without batches")
+    if has_batches:
+        assert not site.openai().files.list().data, "the server keeps nothing of it"
     assert sorted(path.name for path in tmp_path.glob("in*")) == ["in.jsonl", output.name], "nothing else is left"
     assert main(arguments) == 1
     assert "is there already" in capsys.readouterr().err
+
+
+def test_an_answer_is_kept_where_its_name_has_half_of_a_pair(make_site: Callable[..., Site], tmp_path: Path) -> None:
+    file, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    asked = {"custom_id": "\ud83d ö", "url": "/v1/completions", "body": {"model": "toy", "prompt": "ab"}}
+    file.write_text(json.dumps(asked) + "\n")
+    assert answer(file, output, url=make_site().url, window="24h", directly=False, concurrency=1) == 0
+    assert statuses(output) == [("\ud83d ö", 200)]
 
 
 def test_answers_of_an_earlier_run_are_kept(make_site: Callable[..., Site], tmp_path: Path) -> None:
@@ -121,9 +131,17 @@ def test_a_file_that_the_server_refused_is_sent_anew_when_it_has_been_corrected(
     written(file, body={"model": "another", "prompt": "ab"})
     with pytest.raises(ConfigError, match="the server refuses the file: line 1"):
         answer(file, output, url=site.url, window="24h", directly=False, concurrency=4)
+    assert not site.openai().files.list().data
     written(file)
     assert answer(file, output, url=site.url, window="24h", directly=False, concurrency=4) == 1
     assert statuses(output) == EXPECTED
+
+
+def test_a_file_whose_batch_is_refused_stays_on_no_server(make_site: Callable[..., Site], tmp_path: Path) -> None:
+    site, file = make_site(**{"batches.directory": str(tmp_path / "batches")}), written(tmp_path / "in.jsonl")
+    with pytest.raises(ConfigError, match="completion_window must be a time"):
+        answer(file, tmp_path / "out.jsonl", url=site.url, window="soon", directly=False, concurrency=4)
+    assert not site.openai().files.list().data
 
 
 class Busy(BaseHTTPRequestHandler):
@@ -154,6 +172,44 @@ def test_what_a_server_refuses_for_now_is_tried_again(tmp_path: Path) -> None:
         server.shutdown()
     assert statuses(tmp_path / "in.jsonl.answers.jsonl") == [("r0", 200)]
     assert list(Busy.seen.values()) == [3]
+
+
+class Away(BaseHTTPRequestHandler):
+    """A proxy whose router is away when it is first asked for a batch."""
+
+    protocol_version = "HTTP/1.1"
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        batch = {
+            "status": "completed", "request_counts": None, "input_file_id": "in", "output_file_id": "out",
+            "error_file_id": None,
+        }  # fmt: skip
+        answer = {"custom_id": "r0", "response": {"status_code": 200, "body": {}}, "error": None}
+        is_away = not self.asked
+        self.asked.append(self.path)
+        body = json.dumps(answer if self.path.endswith("/content") else batch).encode()
+        self.send_response(502 if is_away else 200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_DELETE(self) -> None:
+        self.send_response(204)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+
+def test_a_batch_is_followed_beyond_an_answer_of_its_proxy_alone(tmp_path: Path) -> None:
+    line = {"custom_id": "r0", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line))
+    (tmp_path / "in.jsonl.answers.jsonl.batch").write_text("batch_1")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Away) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert main(["batch", str(tmp_path / "in.jsonl"), "--url", f"http://127.0.0.1:{server.server_port}"]) == 0
+        server.shutdown()
+    assert Away.asked == ["/v1/batches/batch_1", "/v1/batches/batch_1", "/v1/files/out/content"]
+    assert statuses(tmp_path / "in.jsonl.answers.jsonl") == [("r0", 200)]
 
 
 class Slow(BaseHTTPRequestHandler):
@@ -202,6 +258,8 @@ def test_a_request_that_is_broken_off_is_not_sent_again() -> None:
         ('{"method": "POST"}', "line 2 has no custom_id"),
         ('{"custom_id": "r0", "url": "/v1/completions", "body": {}}', "line 2 has the custom_id of line 1"),
         ('{"custom_id": "x", "url": "/health", "body": {}}', "line 2 must have the method POST"),
+        ('{"custom_id": "x", "url": "/v1/completions HTTP/1.1", "body": {}}', "line 2 must have the method POST"),
+        ('{"custom_id": "x", "url": "/v1/ö", "body": {}}', "line 2 must have the method POST"),
         ('{"custom_id": "x", "url": "/v1/completions"}', "line 2 has no body"),
         ('{"custom_id": "x", "url": "/v1/completions", "body": {"stream": true}}', "leave `stream` out"),
     ],
@@ -220,6 +278,17 @@ def test_a_directory_for_the_answers_that_is_not_there_is_named_before_anything_
     with pytest.raises(ConfigError, match="nowhere is no directory"):
         answer(file, tmp_path / "nowhere" / "out", url=site.url, window="24h", directly=False, concurrency=1)
     assert not site.openai().batches.list().data
+
+
+@pytest.mark.parametrize("directly", [False, True])
+def test_answers_that_cannot_be_written_are_told_before_anything_is_sent(
+    make_site: Callable[..., Site], tmp_path: Path, directly: bool
+) -> None:
+    site, file = make_site(**{"batches.directory": str(tmp_path / "batches")}), written(tmp_path / "in.jsonl")
+    with pytest.raises(ConfigError, match=r"/proc/out cannot be written: .*; name another --output"):
+        answer(file, Path("/proc/out"), url=site.url, window="24h", directly=directly, concurrency=1)
+    assert not site.openai().files.list().data
+    assert not site.prefill.count("start")
 
 
 def test_a_file_that_is_not_the_one_of_its_batch_is_told_apart(make_site: Callable[..., Site], tmp_path: Path) -> None:
@@ -248,6 +317,12 @@ def test_a_server_that_is_not_there_is_named(tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(NotRunningError, match="does not answer"):
         answer(file, tmp_path / "out", url=url, window="24h", directly=False, concurrency=1)
+
+
+@pytest.mark.parametrize("url", ["ftp://host", "http://", "http://host:99999", "http://host:8000x", "http://[fd00::5"])
+def test_what_is_no_url_is_named(tmp_path: Path, url: str) -> None:
+    with pytest.raises(ConfigError, match="is no URL; write it like"):
+        answer(written(tmp_path / "in"), tmp_path / "out", url=url, window="1h", directly=False, concurrency=1)
 
 
 def test_a_journal_loses_what_was_cut_off(tmp_path: Path) -> None:

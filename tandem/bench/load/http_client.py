@@ -12,12 +12,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
-from urllib.parse import urlsplit
 
 from tandem.bench.load.http_answer import AnswerReader, MalformedAnswerError
 from tandem.bench.load.sse import EventParser
 from tandem.bench.load.stream_log import StreamLog
-from tandem.core.addresses import join_address
+from tandem.core.addresses import join_address, split_url
 from tandem.core.errors import ConfigError
 
 _CONNECT_S = 10.0
@@ -60,11 +59,14 @@ class LoadClient:
         Raises:
             ConfigError: `url` is no URL of HTTP.
         """
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"{url!r} is no URL of a server; give one as http://127.0.0.1:8000", key="--url")
+        try:
+            parts = split_url(url)
+        except ValueError as error:
+            raise ConfigError(
+                f"{url!r} is no URL of a server; give one as http://127.0.0.1:8000", key="--url"
+            ) from error
         self.tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self.host = parts.hostname
+        self.host = str(parts.hostname)
         self.port = parts.port or (443 if self.tls else 80)
         # Clients of OpenAI's write `/v1` into the base URL, others leave it out.
         self._base = parts.path.rstrip("/").removesuffix("/v1")

@@ -147,12 +147,15 @@ def _entries(text: str, format: TraceFormat, tokenizer: Tokenizer | None, block_
 
 
 def _azure(text: str) -> Iterator[TraceEntry]:
-    for row in csv.DictReader(text.splitlines()):
-        yield TraceEntry(
-            num_input=int(row["ContextTokens"]),
-            num_output=int(row["GeneratedTokens"]),
-            arrival_s=_seconds(row["TIMESTAMP"]),
-        )
+    for number, row in enumerate(csv.DictReader(text.splitlines()), 2):
+        try:
+            num_input, num_output = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+            entry = TraceEntry(num_input, num_output, _seconds(row["TIMESTAMP"]))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"line {number}: {error}") from error
+        if min(num_input, num_output) < 0:
+            raise ValueError(f"line {number}: no prompt or output has {min(num_input, num_output)} tokens")
+        yield entry
 
 
 def _seconds(stamp: str) -> float:

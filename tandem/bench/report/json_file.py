@@ -7,6 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from tandem.core.errors import ConfigError
+from tandem.core.writable import check_writable
+
+
+def check_before(path: Path | None, key: str = "--json") -> None:
+    """Where there is a `path`, whether results can be written there: asked before they are measured, as nobody wants to
+    wait for them twice. Raises `ConfigError`."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; name another {key}", key=key) from error
+    check_writable(path, key)
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

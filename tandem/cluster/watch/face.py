@@ -7,9 +7,10 @@ import json
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
-from urllib.parse import SplitResult, quote, urlsplit
+from urllib.parse import SplitResult, quote
 
 from tandem.cluster.client import TIMEOUT_S, Where, find_started, supervisor
+from tandem.core.addresses import split_url
 from tandem.core.client_key import KEY_VARIABLES, api_key
 from tandem.core.errors import ConfigError, NotRunningError, WorkerLostError
 from tandem.rpc.v1 import supervisor_pb2
@@ -22,9 +23,10 @@ class Face:
 
     def __init__(self, url: str) -> None:
         """Raises `ConfigError` for what is no URL."""
-        parts = urlsplit(url if "//" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"{url!r} is no URL; write it like http://host:8000", key="--url")
+        try:
+            parts = split_url(url if "//" in url else f"http://{url}")
+        except ValueError as error:
+            raise ConfigError(f"{url!r} is no URL; write it like http://host:8000", key="--url") from error
         self.url = url.rstrip("/")
         self._parts = parts
 

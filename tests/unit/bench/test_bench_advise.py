@@ -313,6 +313,42 @@ def test_a_trace_is_simulated_once_and_a_difference_is_no_chance(
     assert ttft["0+3"] > 0.03
 
 
+def test_what_a_simulated_router_refuses_has_failed_and_is_in_no_latency(
+    simulated: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "scenario.yaml").write_text(
+        SCENARIO.replace("chunk_size: 256", "chunk_size: 256, max_queued_requests: 2") + "refuses: true\n"
+    )
+    code, said = simulated("--rate", 1000, "--num-requests", 20, "--input-len", 1000, "--repetitions", 1)
+    assert code == 1, "as where requests of a measurement failed"
+    for run in json.loads((tmp_path / "advice.json").read_text())["runs"]:
+        found = run["figures"]
+        num_refused = found["num_failed"]["overloaded"]
+        assert f"{num_refused} failed: overloaded" in said
+        assert found["num_requests"] == 20
+        assert 0 < found["ttft_s"]["num"] == 20 - num_refused
+        assert 0.1 < found["ttft_s"]["mean"] < found["ttft_s"]["max"], "a refused one has no first token"
+        assert found["goodput"]["num_good"] <= 20 - num_refused
+
+
+def test_what_prompts_share_by_a_trace_is_computed_once_in_a_simulation(
+    simulated: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    def ttft(name: str, blocks: Callable[[int], list[int]]) -> list[float]:
+        rows = [
+            {"timestamp": 1000 * number, "input_length": 1024, "output_length": 20, "hash_ids": blocks(number)}
+            for number in range(6)
+        ]
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert simulated("--trace", tmp_path / name)[0] == 0
+        runs = json.loads((tmp_path / "advice.json").read_text())["runs"]
+        return [run["figures"]["ttft_s"]["p50"] for run in runs]
+
+    alike = ttft("alike.jsonl", lambda _: [1, 2])
+    other = ttft("other.jsonl", lambda number: [2 * number, 2 * number + 1])
+    assert all(a < 0.5 * b for a, b in zip(alike, other, strict=True)), (alike, other)
+
+
 def test_figures_are_kept_where_the_plot_cannot_be_written(
     simulated: Callable[..., tuple[int, str]], tmp_path: Path
 ) -> None:

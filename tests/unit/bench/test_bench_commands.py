@@ -168,11 +168,20 @@ def test_blocks_that_repeat_are_sent_alike_and_what_is_too_long_is_cut(
     [
         (("--concurrency", "1", "--url", "http://127.0.0.1:9"), "nobody answers at http://127.0.0.1:9"),
         (("--concurrency", "1", "--url", "nonsense"), "no URL of a server"),
+        (("--concurrency", "1", "--url", "http://127.0.0.1:99999"), "no URL of a server"),
+        (("--concurrency", "1", "--url", "http://127.0.0.1:9", "--json", "/proc/run.json"), "cannot be written"),
         (("--trace", "/none.csv"), "the trace cannot be read"),
         (("--vocab", "0:1", "--tokenizer", "CHECKPOINT"), "--vocab names no ids but special ones"),
         (("--concurrency", "1", "--model", "other"), "it serves: toy, toy/alias"),
         (("--concurrency", "1", "--input-len", "300"), "longer than the context of 256"),
         (("--concurrency", "1", "--vocab", "9999:10000"), "outside the vocabulary"),
+        (("--concurrency", "1", "--api", "chat"), "--api says something of conversations: give --conversations"),
+        (("--concurrency", "1", "--turns", "3"), "--turns says something of conversations"),
+        (("--concurrency", "1", "--think-time", "1s"), "--think-time says something of conversations"),
+        (("--concurrency", "1", "--limit", "3"), "--limit says something of a trace: give --trace"),
+        (("--rate", "1", "--speed", "2"), "--scale-time (or --speed) says something of a trace"),
+        (("--concurrency", "1", "--records"), "--records says something of the file of --json"),
+        (("--concurrency", "1", "--conversations", "2", "--scale-lengths", "0.5"), "does not go with --conversations"),
         ((), "--rate or --concurrency"),
     ],
 )
@@ -305,6 +314,30 @@ def test_where_no_rate_will_do_the_search_says_so(capsys: pytest.CaptureFixture[
         given = ("--slo-ttft", "0.001ms", "--start-rate", 100, "--max-probes", 2)
         assert bench("goodput", *load(url, *given, num=10)) == 1
     assert "no rate down to 50.000 /s kept the SLO" in capsys.readouterr().out
+
+
+def test_a_search_that_ran_out_of_probes_says_that_more_may_go(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--slo-ttft", "60s", "--slo-tpot", "60s", "--start-rate", 100, "--max-probes", 2)
+    with in_thread(Peer(well_behaved)) as url:
+        assert bench("goodput", *load(url, *given, num=4)) == 0
+    said = capsys.readouterr().out
+    assert "goodput: 200.000 requests/s" in said
+    assert "(--max-probes): a higher rate may keep the SLO too" in said
+
+
+def test_a_search_that_is_interrupted_in_its_first_probe_claims_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    async def answer(body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        if len(peer.bodies) == 3:  # after the one to try
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        return await well_behaved(body, writer)
+
+    peer = Peer(answer)
+    with in_thread(peer) as url:
+        given = load(url, "--start-rate", 1, "--warmup", 0, num=50)
+        assert bench("goodput", *given) == 130
+    said = capsys.readouterr().out
+    assert "note: partial: the search was stopped before its end" in said
+    assert "kept the SLO" not in said.partition("note:")[2], "nothing is known of any rate"
 
 
 @pytest.fixture(scope="module")

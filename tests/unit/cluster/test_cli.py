@@ -153,6 +153,7 @@ FREE = "a free port"
     ("line", "says"),
     [
         (["serve", "--config", "/no/such.yaml"], "cannot read /no/such.yaml"),
+        (["serve", "--log", "/no/such.log"], "--log says where the output goes with --detach: give both"),
         (["serve", "--port", FREE, "--model", "/no/such/model"], "there is no directory /no/such/model"),
         (["status"], "no cluster of this user runs on this host; start one with `tandem serve`"),
         (["status", "--port", "8123"], "no cluster of this user runs on port 8123"),

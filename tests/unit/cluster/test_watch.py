@@ -82,6 +82,7 @@ def test_trace_shows_where_the_time_went(site: Site, capsys: pytest.CaptureFixtu
     [
         (["trace", "nobody's", "--url", "{url}"], 'no request "nobody\'s" is remembered'),
         (["top", "--url", "ftp://x"], "is no URL; write it like http://host:8000"),
+        (["top", "--url", "http://x:99999"], "is no URL; write it like http://host:8000"),
         (["top", "--url", "http://127.0.0.1:1"], "does not answer"),
         (["trace", "x", "--url", "{url}/v1/nothing"], "is not served here"),
     ],

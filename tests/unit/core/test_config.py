@@ -365,6 +365,8 @@ def test_an_empty_section_takes_overrides(tmp_path: Path) -> None:
         ({"http": {"prot": 9000}}, "unknown key http.prot; did you mean port?"),
         ({"modle": {}}, "unknown key modle; did you mean model?"),
         ({"http": {"qqqq": 1}}, "unknown key http.qqqq; known here: host, port"),
+        ({"http": {True: 1}}, "unknown key http.True; known here: host, port"),  # `on: 1` of YAML 1.1
+        ({9000: "port"}, "unknown key 9000; known here: model, pools"),
     ],
 )
 def test_an_unknown_key_comes_with_a_suggestion(tree: dict[str, Any], says: str) -> None:

@@ -127,6 +127,27 @@ def test_a_directory_of_a_checkpoint_is_a_model_too(tmp_path: Path) -> None:
         find_shape(str(tmp_path))
 
 
+SMALL = {"hidden_size": 64, "n_layer": 2, "n_head": 2, "vocab_size": 100}
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ([SMALL], "must hold an object, not list"),
+        (SMALL | {"n_head": 0}, "says 0 of num_attention_heads or n_head"),
+        (SMALL | {"n_layer": -3}, "says -3 of num_hidden_layers or n_layer"),
+        (SMALL | {"num_local_experts": -1}, "says -1 of num_local_experts"),
+        (SMALL | {"n_head": 65}, "more heads than their hidden size, 64"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: object, named: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["plan", "kv", "--model", str(tmp_path)]) == 1
+    assert named in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("line", "shown"),
     [

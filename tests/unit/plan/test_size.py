@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from hypothesis import given
@@ -18,8 +25,9 @@ from tandem.core.errors import ConfigError
 from tandem.plan.files import write_files
 from tandem.plan.plan_file import Plan, TypeSpec, read_plan
 from tandem.plan.search import Pair, cheapest, most_speed, price, within
-from tandem.plan.simulate import Kept, Pools
-from tandem.plan.size import Found
+from tandem.plan.simulate import Kept, Means, Pools, mean_lengths, simulate
+from tandem.plan.size import Found, size
+from tests.support.waiting import nothing, wait_until
 
 MOST = 12
 
@@ -154,6 +162,74 @@ def test_a_whole_search_finds_pools_says_why_and_writes_them(
     assert "head" in cluster["available_node_types"]
 
 
+def test_what_a_trace_says_prompts_share_is_computed_once(tmp_path: Path) -> None:
+    def found(name: str, blocks: Callable[[int], list[int]], **others: Any) -> tuple[Kept, Means]:
+        rows = [
+            {"timestamp": 500 * number, "input_length": 4096, "output_length": 20, "hash_ids": blocks(number)}
+            for number in range(8)
+        ]
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        plan, types = read_plan(plan_file(tmp_path, load={"trace": name}, **others))
+        return simulate(plan, types, Pools("h100", 1, "h100", 1), whole=True), mean_lengths(plan)
+
+    alike, of_alike = found("alike", lambda _: list(range(8)))
+    other, of_other = found("other", lambda number: list(range(8 * number, 8 * number + 8)))
+    assert alike.busy_prefill < 0.5 * other.busy_prefill
+    assert of_alike.num_input == of_other.num_input == of_other.num_computed == 4096
+    assert of_alike.num_computed == (4096 + 7) / 8, "of a prompt that was seen its last token is computed"
+    without, of_without = found("alike", lambda _: list(range(8)), tandem={"cache": {"prefix_cache": False}})
+    assert without.busy_prefill == pytest.approx(other.busy_prefill)
+    assert of_without == of_other
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--json", "/proc/found.json"), "/proc/found.json cannot be written"),
+        (("--out", "/proc/cluster"), "cannot write to /proc/cluster"),
+        (("--out", "OUT", "--cluster", "/none.yaml"), "cannot read /none.yaml"),
+    ],
+)
+def test_what_cannot_be_written_is_told_before_anything_is_simulated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], named: str
+) -> None:
+    given = [str(tmp_path) if option == "OUT" else option for option in options]
+    assert main(["plan", "size", str(plan_file(tmp_path)), *given]) == 1
+    said = capsys.readouterr()
+    assert named in said.err
+    assert not said.out, "nothing has been found"
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_ctrl_c_ends_a_search_and_what_it_simulates(tmp_path: Path) -> None:
+    plan, types = read_plan(plan_file(tmp_path))
+    told: list[int] = []
+
+    def interrupt_first(num: int) -> None:
+        told.append(num)
+        if num == 1:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        size(plan, types, 1, interrupt_first)
+    assert len(told) <= 2, "the whole search takes ten simulations or more"
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_a_search_that_is_killed_leaves_no_processes(tmp_path: Path) -> None:
+    file = plan_file(tmp_path, load={"requests": 20_000, "rate": 40.0})
+    command = [sys.executable, "-m", "tandem.cli", "plan", "size", str(file), "--processes", "1"]
+    with subprocess.Popen(command) as search:
+        own = psutil.Process(search.pid)
+        # One keeps track of semaphores, the other one simulates.
+        children = wait_until(own.children, "two processes", wanted=lambda seen: len(seen) == 2)
+        search.kill()
+    wait_until(lambda: [child for child in children if child.is_running()], "their ends", wanted=nothing)
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -166,7 +242,7 @@ def test_no_files_are_written_for_what_is_not_served(tmp_path: Path, changes: di
     pair = Pair("h100", "h100", 1, 1, "")
     found = Found(pair.pools(1, 1), kept(1.0), pair, 1.0, [], [])
     with pytest.raises(ConfigError, match=named):
-        write_files(tmp_path / "out", None, plan, types, found)
+        write_files(tmp_path / "out", {}, plan, types, found)
     assert not (tmp_path / "out").exists()
 
 

@@ -106,6 +106,13 @@ def test_a_directory_with_anything_else_in_it_is_left_alone(tmp_path: Path) -> N
     assert set(contents(tmp_path)) == {"thesis.tex"}
 
 
+def test_a_file_in_place_of_the_directory_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match="file cannot be written: File exists"):
+        make_certificates(tmp_path / "file", days=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_renewed_by_the_same_authority_old_and_new_trust_each_other(copy: Path) -> None:
     before = contents(copy)
     assert make_certificates(copy, days=200, force=True).renewed

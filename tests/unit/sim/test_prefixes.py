@@ -53,6 +53,14 @@ def test_keys_are_chained_over_blocks() -> None:
     assert len({*one, *longer, *other, *alone[0], *alone[1]}) == 6 + 2 + 8 + 12
 
 
+def test_what_a_scaled_prompt_has_beyond_its_blocks_is_like_no_other() -> None:
+    prefixes = Prefixes(PAGE)
+    one, other = (prefixes.keys(asked(number, 0.0, BLOCK + 3 * PAGE, 1, 7)) for number in (0, 1))
+    assert len(one) == len(other) == 5
+    assert one[:2] == other[:2], "its named block"
+    assert not set(one[2:]) & set(other[2:])
+
+
 def test_of_a_prompt_that_begins_like_an_earlier_one_the_rest_is_computed_and_sent() -> None:
     first, second = asked(0, 0.0, 100, 3, 1, 2, 3, 4), asked(1, 5.0, 128, 3, 1, 2, 3, 5)
     world, (_, one) = simulated(KEEPS, [first, second])

@@ -144,6 +144,17 @@ def test_the_command_tells_of_who_went_on(tmp_path: Path, capsys: pytest.Capture
     assert f"{found['num_recovered']} requests whose workers died; 0 failed" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("option", "name"), [("--json", "found.json"), ("--timeline", "found.html")])
+def test_what_cannot_be_written_is_told_before_anything_is_simulated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, name: str
+) -> None:
+    file = scenario_file(tmp_path, "load: {requests: 20}")
+    assert main(["sim", "run", str(file), option, f"/proc/{name}"]) == 1
+    said = capsys.readouterr()
+    assert f"/proc/{name} cannot be written" in said.err
+    assert not said.out
+
+
 def test_without_prefill_workers_a_scenario_is_colocated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = scenario_file(tmp_path, "prefill: {workers: 0}\ndecode: {workers: 2}\nload: {requests: 20}")
     assert read_scenario(file).shape().is_colocated

@@ -76,14 +76,11 @@ def _build(section: type[_Section], tree: Any, path: str, root: type[Any]) -> _S
     fields = {f.name: f for f in dataclasses.fields(section)}  # type: ignore[arg-type]
     hints = typing.get_type_hints(section)
     for name in tree:
-        if not isinstance(name, str):
-            where = path or "the file"
-            raise ConfigError(
-                f"{where} has the key {name!r}, which is no name; YAML reads on, off, yes, no so", key=path
-            )
         if name not in fields:
-            full = f"{path}.{name}".lstrip(".")  # YAML has keys that are no texts: numbers, and `on` for one
-            raise ConfigError(f"unknown key {full}; {_suggestion(str(name), fields, root)}", key=full)
+            full = f"{path}.{name}".lstrip(".")
+            # YAML has keys that are no texts: numbers, and True for `on` and `yes`.
+            no_text = "" if isinstance(name, str) else f" is {type(name).__name__} to YAML, and no text"
+            raise ConfigError(f"unknown key {full}{no_text}; {_suggestion(str(name), fields, root)}", key=full)
     values: dict[str, Any] = {}
     for name, value in tree.items():
         full = f"{path}.{name}".lstrip(".")

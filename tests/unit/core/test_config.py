@@ -314,12 +314,17 @@ def test_a_file_with_a_value_that_cannot_be_read_is_not_yaml(tmp_path: Path, tex
 
 
 @pytest.mark.parametrize(
-    ("text", "where"), [("on: 1\n", "the file"), ("8000: 1\n", "the file"), ("cache:\n  no:\n", "cache")]
+    ("text", "says"),
+    [
+        ("on: 1\n", "unknown key True is bool to YAML, and no text; known here: model, pools"),
+        ("8000: 1\n", "unknown key 8000 is int to YAML, and no text; known here: model, pools"),
+        ("cache:\n  no:\n", "unknown key cache.False is bool to YAML, and no text; known here: page_size"),
+    ],
 )
-def test_a_key_that_is_no_name_is_told(tmp_path: Path, text: str, where: str) -> None:
+def test_a_key_that_is_no_name_is_told(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "tandem.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=f"{where} has the key (True|False|8000), which is no name"):
+    with pytest.raises(ConfigError, match=says):
         load(path)
 
 
@@ -365,8 +370,6 @@ def test_an_empty_section_takes_overrides(tmp_path: Path) -> None:
         ({"http": {"prot": 9000}}, "unknown key http.prot; did you mean port?"),
         ({"modle": {}}, "unknown key modle; did you mean model?"),
         ({"http": {"qqqq": 1}}, "unknown key http.qqqq; known here: host, port"),
-        ({"http": {True: 1}}, "unknown key http.True; known here: host, port"),  # `on: 1` of YAML 1.1
-        ({9000: "port"}, "unknown key 9000; known here: model, pools"),
     ],
 )
 def test_an_unknown_key_comes_with_a_suggestion(tree: dict[str, Any], says: str) -> None:

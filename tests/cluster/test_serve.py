@@ -155,6 +155,7 @@ def test_pools_scale_by_themselves_under_load_and_no_request_fails(serve: Serve)
     assert len(cluster["workers"]) == 2
 
 
+@pytest.mark.faults
 def test_the_last_prefill_worker_leaves_and_comes_back_under_load_and_no_request_fails(serve: Serve) -> None:
     serve.until(lambda cluster: cluster.get("settled", False))
 

@@ -10,12 +10,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.few_packages import ROOT, environment, hidden_modules
 
 #: What each of these is for has its own place, and none of them may be needed here.
 NEVER = {"numba", "llvmlite", "cryptography", "ray", "nixl_cu12", "fastapi", "llguidance", "psutil", "xdist"}
 
 
+@pytest.mark.faults
 def test_all_that_is_checked_on_a_gpu_runs_with_few_packages(tmp_path: Path) -> None:
     """`tools/gpu_check.sh`: the GPU's tests are collected, an engine is measured, and pages go from one process to
     another with the tokens of the model itself."""

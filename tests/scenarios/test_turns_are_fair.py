@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import psutil
+import pytest
 
 from tests.scenarios.processes import Process, ProcessCluster, running
 from tests.support.fairness import jain
@@ -128,6 +129,7 @@ def test_who_floods_gets_no_more_than_its_share_and_who_asks_seldom_is_served_so
     assert in_front[len(in_front) // 2] < 9 * 120, in_front
 
 
+@pytest.mark.faults
 def test_at_two_routers_too_wherever_the_connections_of_a_tenant_lie(tmp_path: Path) -> None:
     """Each router by itself would give those of the first half of all there is, and those of the second the other:
     0.64. A word is as old as a turn takes here, so it is not always the 0.95 that slower turns have (test_other_turns).

@@ -53,6 +53,7 @@ def few(study: Study, *labels: str, num: int = 250, **load: Any) -> Found:
 
 
 @pytest.mark.long
+@pytest.mark.faults
 def test_continuous_batches_serve_more_where_lengths_vary_and_hardly_more_where_they_are_alike() -> None:
     varying = few(batching.STUDY, "32")
     static, continuous = (varying[variant, "32"] for variant in (batching.STATIC, batching.CONTINUOUS))
@@ -83,6 +84,7 @@ def test_contiguous_memory_admits_fewer_and_holds_less() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.faults
 def test_large_pages_hold_less_of_what_is_taken() -> None:
     found = few(page_size.STUDY, "1", "16", "256")
     one, usual, large = (found[page_size.PAGES, size] for size in ("1", "16", "256"))
@@ -91,6 +93,7 @@ def test_large_pages_hold_less_of_what_is_taken() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.faults
 def test_small_chunks_make_prompts_late_and_large_ones_handoffs_and_colocated_steps() -> None:
     found = few(chunk_size.STUDY, "64", "512", "4096")
     small, usual, large = (found[chunk_size.SPLIT, size] for size in ("64", "512", "4096"))
@@ -118,6 +121,7 @@ def test_decode_helps_where_prefill_is_short() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.faults
 def test_a_link_below_what_prefill_computes_is_what_a_split_serves_at() -> None:
     found = few(link.STUDY, "1", "4", "25")
     slow, even, fast = (found[link.SPLIT, rate] for rate in ("1", "4", "25"))
@@ -127,6 +131,7 @@ def test_a_link_below_what_prefill_computes_is_what_a_split_serves_at() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.faults
 def test_prompts_go_round_a_slow_link_that_routers_hear_of() -> None:
     found = few(slow_link.STUDY, "25 %", num=400)
     told, blind = (found[each, "25 %"] for each in (slow_link.TOLD, slow_link.BLIND))

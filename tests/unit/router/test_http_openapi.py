@@ -48,7 +48,7 @@ FIELDS_THAT_DEPEND = {
 }  # fmt: skip
 
 bounded = settings(
-    max_examples=15,
+    max_examples=10,
     deadline=None,
     derandomize=True,
     database=None,

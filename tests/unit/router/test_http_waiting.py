@@ -43,11 +43,11 @@ def test_who_waits_keeps_its_place_and_its_deadline(patient: Site) -> None:
     patient.pool.push()
     patient.wait_ready(503)
     began_s = time.monotonic()
-    waiting = [in_background(patient, timeout=0.5) for _ in range(2)]
+    waiting = [in_background(patient, timeout=2.0) for _ in range(2)]
     patient.until_metric("tandem_router_waiting_requests", 2)
     assert patient.post(prompt="x").status_code == 429
     assert [answer.result().status_code for answer in waiting] == [504, 504]
-    assert 0.5 <= time.monotonic() - began_s < 3
+    assert 2.0 <= time.monotonic() - began_s < 10
     assert patient.metrics()["tandem_router_waiting_requests"] == 0
 
 

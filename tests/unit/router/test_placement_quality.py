@@ -11,6 +11,7 @@ from benchmarks.placement.world import PlacementSpec, PlacementWorld
 pytestmark = pytest.mark.long
 
 
+@pytest.mark.faults
 def test_requests_queue_hardly_longer_with_four_routers_than_with_one() -> None:
     """Were they told of requests at intervals only, all four would send theirs to the worker that was idle last."""
     cases = [PlacementCase(8, 1), PlacementCase(8, 4), PlacementCase(8, 4, is_prompt=False)]
@@ -26,6 +27,7 @@ def test_requests_queue_hardly_longer_with_four_routers_than_with_one() -> None:
     assert "≤ 1.15: reached" in page
 
 
+@pytest.mark.faults
 def test_eight_routers_keep_64_pairs_busy_without_long_queues() -> None:
     """A prompt takes 0.2 s to compute on average; with one router hardly any waits. Were a lot to decide between idle
     workers, a few requests of a hundred would meet another's there, and the p99 would be four times as long."""

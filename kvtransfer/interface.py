@@ -12,7 +12,7 @@ from typing import Any
 from tandem.core.errors import ConfigError
 
 _KEY = "transport.interface"
-_SYS = Path("/sys/class/net")
+_SYS = Path("/sys/class")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,13 @@ class Interface:
         return f"{self.name} {self.address}"
 
     def devices(self) -> list[str]:
-        """Its names for UCX: the interface, and the RDMA devices behind it, each with the port."""
-        here = _SYS / self.name
-        rdma = sorted(path.name for path in (here / "device" / "infiniband").glob("*"))
-        return [self.name, *(f"{device}:{_port(here)}" for device in rdma)]
+        """Its names for UCX: the interface, and the RDMA devices behind it, each with the port.
+
+        A bond or a VLAN has no device of its own: that it is carried by RDMA shows in the devices' tables of addresses.
+        """
+        here = _SYS / "net" / self.name
+        own = {(path.name, _port(here)) for path in (here / "device" / "infiniband").glob("*")}
+        return [self.name, *(f"{device}:{port}" for device, port in sorted(own | set(_carriers(self.name))))]
 
 
 def find_interface(wanted: str) -> Interface:
@@ -88,3 +91,19 @@ def _port(interface: Path) -> int:
         return int((interface / "dev_port").read_text()) + 1
     except (OSError, ValueError):
         return 1
+
+
+def _carriers(interface: str) -> Iterator[tuple[str, int]]:
+    """RDMA devices and their ports that have an address (GID) by this interface.
+
+    Source: Documentation/ABI/stable/sysfs-class-infiniband of Linux, `gid_attrs/ndevs`.
+    """
+    for port in (_SYS / "infiniband").glob("*/ports/[0-9]*"):
+        for entry in (port / "gid_attrs" / "ndevs").glob("*"):
+            try:
+                is_it = entry.read_text().strip() == interface
+            except OSError:  # how the kernel says that the place is empty
+                continue
+            if is_it:
+                yield port.parent.parent.name, int(port.name)
+                break

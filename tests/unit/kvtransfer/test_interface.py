@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections import namedtuple
+from pathlib import Path
 
 import psutil
 import pytest
@@ -65,3 +66,20 @@ def test_an_interface_without_rdma_is_its_own_only_device() -> None:
     assert Interface("eth1", "10.1.0.4").devices() == ["eth1"]
     assert str(Interface("eth1", "10.1.0.4")) == "eth1 10.1.0.4"
     assert os.environ.get("UCX_NET_DEVICES") is None, "the test's own environment chooses no network"
+
+
+def test_rdma_is_found_also_behind_a_bond_and_a_vlan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Linux tells of a card with a port of its own, and of one whose two ports are bonded and have a VLAN."""
+    monkeypatch.setattr("kvtransfer.interface._SYS", tmp_path)
+    (tmp_path / "net/ib1/device/infiniband/mlx5_0").mkdir(parents=True)
+    (tmp_path / "net/ib1/dev_port").write_text("1\n")
+    tables = {"mlx5_0/ports/2": ["ib1"], "mlx5_bond_0/ports/1": ["bond0", "bond0", "bond0.100"]}
+    for port, names in tables.items():
+        table = tmp_path / "infiniband" / port / "gid_attrs/ndevs"
+        table.mkdir(parents=True)
+        for number, name in enumerate(names):
+            (table / str(number)).write_text(f"{name}\n")
+        (table / "9").mkdir()  # cannot be read, as a place without an address
+    for name, device in (("ib1", "mlx5_0:2"), ("bond0", "mlx5_bond_0:1"), ("bond0.100", "mlx5_bond_0:1")):
+        assert Interface(name, "10.2.0.4").devices() == [name, device]
+    assert Interface("bond0.200", "10.2.0.4").devices() == ["bond0.200"]

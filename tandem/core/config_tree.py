@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 import sys
 import types
 import typing
@@ -128,6 +129,8 @@ def _typed(value: Any, hint: Any, path: str) -> Any:
         return tuple(_typed(each, of, f"{path}[{number}]") for number, each in enumerate(value))
     if dataclasses.is_dataclass(hint):
         return _build(typing.cast(type, hint), value, path, typing.cast(type, hint))
+    if hint is float and isinstance(value, str) and _POWER_OF_TEN.fullmatch(value):
+        value = float(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value) if abs(value) <= sys.float_info.max else math.inf
     if isinstance(value, float) and not math.isfinite(value):
@@ -137,5 +140,7 @@ def _typed(value: Any, hint: Any, path: str) -> Any:
     return value
 
 
+# A number, of which PyYAML makes a text where its exponent has no sign or it has no point: YAML 1.1 wants 8.0e+9.
+_POWER_OF_TEN = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 _TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 _LIST_WORDS = {float: "numbers", str: "texts"}

@@ -356,6 +356,13 @@ def test_a_number_must_be_finite(value: float) -> None:
         from_dict({"transport": {"lease_s": value}})
 
 
+@pytest.mark.parametrize("text", ["1e1", "1.0e1", ".1E2", "100e-1", "10", "1.0e+1"])
+def test_a_number_may_be_written_with_a_power_of_ten(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "tandem.yaml"
+    file.write_text(f"transport:\n  lease_s: {text}\n")
+    assert load(file).transport.lease_s == 10.0
+
+
 def test_an_empty_section_takes_overrides(tmp_path: Path) -> None:
     file = tmp_path / "tandem.yaml"
     file.write_text("http:\n  # port: 1\n")

@@ -48,7 +48,7 @@ def read_requests(file: Path) -> list[AskedLine]:
 def _line(text: str, where: str) -> AskedLine:
     try:
         line = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is no JSON: {error}") from error
     if not isinstance(line, dict):
         raise ConfigError(f"{where} is no JSON object")

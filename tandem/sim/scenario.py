@@ -81,9 +81,9 @@ class LoadSpec:
     requests: int = key(1000, "How many are drawn.", minimum=1)
     rate: float = key(10.0, "Requests a second that are drawn, at random times.", minimum=0.000001)
     input_median: float = key(1000.0, "Tokens of a prompt that is drawn: lognormal around this.", minimum=1)
-    input_spread: float = key(0.8, "Standard deviation of their logarithm.", minimum=0)
+    input_spread: float = key(0.8, "Standard deviation of their logarithm.", minimum=0, maximum=10)
     output_median: float = key(200.0, "Tokens of an output that is drawn: lognormal around this.", minimum=1)
-    output_spread: float = key(0.8, "Standard deviation of their logarithm.", minimum=0)
+    output_spread: float = key(0.8, "Standard deviation of their logarithm.", minimum=0, maximum=10)
 
 
 @dataclass(frozen=True)

@@ -255,6 +255,7 @@ def test_a_request_that_is_broken_off_is_not_sent_again() -> None:
     ("line", "words"),
     [
         ("{no", "line 2 is no JSON"),
+        ("[" * 100_000, "line 2 is no JSON"),
         ('{"method": "POST"}', "line 2 has no custom_id"),
         ('{"custom_id": "r0", "url": "/v1/completions", "body": {}}', "line 2 has the custom_id of line 1"),
         ('{"custom_id": "x", "url": "/health", "body": {}}', "line 2 must have the method POST"),

@@ -79,6 +79,7 @@ def test_keys_of_tandem_yaml_reach_the_schedulers(tmp_path: Path) -> None:
     [
         ("prefil: {}", "unknown key prefil; did you mean prefill"),
         ("decode: {workers: 0}", "decode.workers is 0, must be at least 1"),
+        ("load: {input_spread: 1000}", "load.input_spread is 1000.0, must be at most 10"),
         ("prefill: {workers: 9}\npools: {prefill: {max: 4}}", "prefill.workers is 9, and pools.prefill goes from 9 to"),
         ("times: guessed", "times is 'guessed', must be one of roofline, fitted"),
         ("load: {rate: often}", "load.rate must be a number"),

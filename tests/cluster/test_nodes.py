@@ -23,7 +23,7 @@ from tandem.rpc.channel import host_of
 from tandem.rpc.security import is_loopback
 from tests.support.waiting import nothing, wait_until
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.faults]
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +198,6 @@ sys.exit(cli.main(["scale", *sys.argv[1:]]))
 """
 
 
-@pytest.mark.faults
 def test_a_worker_waits_for_a_node_and_starts_when_one_comes(serve: Serve, nodes: dict[str, Any]) -> None:
     address = nodes["cluster"].address
     line = [sys.executable, "-c", SCALE_SOON_ADVISED, "--decode", "2", "--address", address]
@@ -216,7 +215,6 @@ def test_a_worker_waits_for_a_node_and_starts_when_one_comes(serve: Serve, nodes
     assert parent_of(serve.members()["decode-1"]["pid"]) == raylet_of(added)
 
 
-@pytest.mark.faults
 def test_a_watcher_that_dies_is_replaced_and_proves_what_ends_later(serve: Serve, nodes: dict[str, Any]) -> None:
     """The actor that watches on a node other than the supervisor's."""
     import psutil
@@ -238,7 +236,6 @@ def test_a_watcher_that_dies_is_replaced_and_proves_what_ends_later(serve: Serve
     assert after.pid != watcher.pid
 
 
-@pytest.mark.faults
 def test_a_node_that_is_lost_takes_its_worker_and_the_cluster_goes_on(serve: Serve, nodes: dict[str, Any]) -> None:
     before = serve.members()
     os.kill(raylet_of(nodes["decode"]), 9)

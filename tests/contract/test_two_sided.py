@@ -97,6 +97,7 @@ def test_gloo_fails_all_that_is_outstanding_at_once_when_it_hangs_up(
     assert not pair.writer.broken(), "what was given up says nothing of the new connection"
 
 
+@pytest.mark.faults
 def test_what_was_announced_and_given_up_holds_up_no_later_write(
     make_pair: Callable[..., Pair], own_process: PeerProcess
 ) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -162,6 +164,21 @@ def test_a_damaged_file_is_a_miss_and_gone(
     assert read(tier, KEYS[1]) == bytes(page_of(KEYS[1]))
     put(tier, KEYS[0])
     assert read(tier, KEYS[0]) == bytes(page_of(KEYS[0]))
+
+
+def test_pages_of_a_disk_that_cannot_be_written_any_more_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = DiskTier(tmp_path, LAYOUT, MOST)
+    put(tier, KEYS[0])
+
+    def refuse(_: int) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "utime", refuse)
+    assert read(tier, KEYS[0]) == bytes(page_of(KEYS[0]))
+    assert tier.has(KEYS[0])
+    assert tier.counters.num_corrupt == 0
 
 
 def test_a_file_that_vanished_is_a_miss_and_no_damage(tmp_path: Path) -> None:

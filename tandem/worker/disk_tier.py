@@ -180,8 +180,11 @@ class DiskTier:
             return
         header = self._header(key)
         digest = digest_bytes(data).to_bytes(_DIGEST_BYTES, "little")
+        path = self._path(key)
         try:
-            _write_whole(self._path(key), [header, digest, data])
+            if not path.parent.exists():  # the first of its kind, or all has been removed to make room on the disk
+                _make_private(self._root / self._layout_name)
+            _write_whole(path, [header, digest, data])
         except OSError as error:
             self._paused_until_s = self._now() + _PAUSE_S
             self.counters.num_lost += 1

@@ -251,6 +251,18 @@ def test_a_write_that_fails_turns_writing_off_for_a_while(tmp_path: Path, caplog
     assert read(tier, KEYS[1]) == bytes(page_of(KEYS[1]))
 
 
+def test_pages_are_kept_again_after_somebody_has_removed_all_files(tmp_path: Path) -> None:
+    root = tmp_path / "worker"
+    tier = DiskTier(root, LAYOUT, MOST)
+    put(tier, KEYS[0])
+    shutil.rmtree(root)
+    put(tier, KEYS[1])
+    assert read(tier, KEYS[1]) == bytes(page_of(KEYS[1]))
+    assert read(tier, KEYS[0]) is None
+    assert tier.held()[0] == 1
+    assert root.stat().st_mode & 0o777 == 0o700
+
+
 def test_nobody_else_may_look(tmp_path: Path) -> None:
     root = disk_directory(str(tmp_path / "pages"), "prefill-0")
     put(DiskTier(root, LAYOUT, MOST), KEYS[0])

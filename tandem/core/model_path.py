@@ -156,9 +156,14 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
+def is_of_other_part(tensor: str) -> bool:
+    """Whether a tensor of this name is of another part of a checkpoint than that which reads and writes text."""
+    return _OTHER_PARTS.match(tensor) is not None
+
+
 def has_other_parts(directory: Path) -> bool:
     """Whether the checkpoint holds tensors of other parts than that which reads and writes text."""
-    return any(_OTHER_PARTS.match(name) for name in read_heads(directory))
+    return any(is_of_other_part(name) for name in read_heads(directory))
 
 
 def tensors_dtype(directory: Path) -> str:
@@ -173,7 +178,7 @@ def tensors_dtype(directory: Path) -> str:
 
 def _of_text(heads: dict[str, TensorHead]) -> dict[str, TensorHead]:
     """Without those of the other parts of a checkpoint that is composed of several models, which are not loaded."""
-    return {name: head for name, head in heads.items() if not _OTHER_PARTS.match(name)}
+    return {name: head for name, head in heads.items() if not is_of_other_part(name)}
 
 
 def _unpacked(heads: dict[str, TensorHead]) -> dict[str, TensorHead]:

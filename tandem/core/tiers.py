@@ -139,9 +139,13 @@ class TierIndex(Generic[_K]):
     def _shrink(self) -> list[_K]:
         gone: list[_K] = []
         while self.num_bytes > self.most_bytes or len(self) > self._most_items:
-            oldest = next(iter(self._groups.values()))
-            key = next(reversed(oldest))
-            self._take(key)
+            number, oldest = next(iter(self._groups.items()))
+            # Not by looking at the last key: a dictionary passes over all that were removed behind it, each time.
+            key, num_bytes = oldest.popitem()
+            if not oldest:
+                del self._groups[number]
+            del self._group_of[key]
+            self.num_bytes -= num_bytes
             gone.append(key)
         return gone
 

@@ -6,6 +6,8 @@ import hashlib
 import json
 import logging
 import os
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from transformers.utils import logging as hf_logging
 
 from tandem.core.dtypes import KV_DTYPES
 from tandem.core.errors import ConfigError, ModelLoadError, TandemError, UnsupportedModelError
-from tandem.core.model_path import has_other_parts
+from tandem.core.model_path import has_other_parts, is_of_other_part
 from tandem.core.pooling import Pooling, PoolingTask
 from tandem.core.tokenizer import Tokenizer
 from tandem.engine.arena import TORCH_DTYPES
@@ -39,6 +41,7 @@ from tandem.engine.quantized.loading import (
     to_be_loaded,
     to_be_unpacked,
 )
+from tandem.engine.quantized.shapes import WITHOUT_MEANING
 from tandem.engine.quantized.stored_linear import StoredLinear
 from tandem.engine.text_part import TENSOR_NAMES, text_part
 
@@ -65,6 +68,14 @@ _log = logging.getLogger(__name__)
 QUANTIZED = {"int8": 8, "int4": 4}
 
 _HASH_CHUNK_BYTES = 64 << 20
+
+# Buffers of older files that models make by themselves: tables of RoPE, masks and positions.
+_MADE_BY_ITSELF = re.compile(
+    r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|position_ids|(attn|attention)\.(bias|masked_bias))$"
+)
+# Of what a checkpoint does beside what it is loaded for, which changes nothing of that: for training, or another task.
+_OTHER_HEADS = ("lm_head", "score", "v_head")
+_MOST_NAMED = 5
 
 
 def load_config(model_dir: str | os.PathLike[str]) -> PreTrainedConfig:
@@ -200,7 +211,7 @@ def load_model(
 
     Raises:
         ModelLoadError: a weight is missing or misshapen.
-        UnsupportedModelError: a head is not known here.
+        UnsupportedModelError: a head is not known here, or the model has no place for a tensor of the checkpoint.
     """
     kind: Any = _AUTO_MODELS[pooling.task if pooling is not None else None]
     unpacked = is_unpacked(config)
@@ -229,18 +240,46 @@ def load_model(
         raise ModelLoadError(f"cannot load {model_dir}: {type(error).__name__}: {error}") from error
     finally:
         hf_logging.set_verbosity(verbosity)
-    check_all_is_understood(Path(model_dir), model, report.get("unexpected_keys") or ())
+    unexpected = report.get("unexpected_keys") or ()
+    check_all_is_understood(Path(model_dir), model, unexpected)
     # `transformers` fills what it misses with random numbers and only warns.
     for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
         if report.get(problem):
-            names = ", ".join(str(name) for name in list(report[problem])[:5])
+            names = ", ".join(str(name) for name in list(report[problem])[:_MOST_NAMED])
             raise ModelLoadError(f"{model_dir}: {problem.replace('_', ' ')}: {names}")
+    _check_all_has_a_place(Path(model_dir), model, unexpected)
     if pooling is not None:
         model = PoolingModel(model.base_model, _head_of(model, pooling))
     if device.type != "cpu":
         model = model.to(device)
     result: PreTrainedModel = model.eval()
     return result
+
+
+def _check_all_has_a_place(model_dir: Path, model: PreTrainedModel, unexpected: Iterable[str]) -> None:
+    """Raises `UnsupportedModelError` where a checkpoint holds more than the model that its config describes: biases or
+    layers without which its answers are others.
+
+    `transformers` leaves such tensors out and only warns. What an architecture itself says to leave out, as heads that
+    guess further tokens, is not among `unexpected`.
+    """
+    parts = {name for name, _ in model.named_children()}
+    others = tuple(f"{head}." for head in _OTHER_HEADS if head not in parts)
+    of_no_part = [
+        name
+        for name in sorted(unexpected)
+        if not _MADE_BY_ITSELF.search(name)
+        and name.rpartition(".")[2] not in WITHOUT_MEANING
+        and not name.startswith(others)
+        and not is_of_other_part(name)
+    ]
+    if of_no_part:
+        names = ", ".join(of_no_part[:_MOST_NAMED])
+        more = f" and {len(of_no_part) - _MOST_NAMED} more" if len(of_no_part) > _MOST_NAMED else ""
+        raise UnsupportedModelError(
+            f"{model_dir}: {type(model).__name__} as config.json describes it has no place for {names}{more}; without "
+            "them it would be another model"
+        )
 
 
 def load_stored(

@@ -22,6 +22,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -161,7 +162,8 @@ class DiskTier:
             if size != len(head) + self._page_bytes:
                 return f"it has {size} bytes, {len(head) + self._page_bytes} are right"
             _read_all(descriptor, [memoryview(head), into])
-            os.utime(descriptor)  # so that the next life knows what was used
+            with suppress(OSError):  # where nothing can be written any more, what is there can be read still
+                os.utime(descriptor)  # so that the next life knows what was used
         finally:
             os.close(descriptor)
         if head[: len(header)] != header:
@@ -178,8 +180,11 @@ class DiskTier:
             return
         header = self._header(key)
         digest = digest_bytes(data).to_bytes(_DIGEST_BYTES, "little")
+        path = self._path(key)
         try:
-            _write_whole(self._path(key), [header, digest, data])
+            if not path.parent.exists():  # the first of its kind, or all has been removed to make room on the disk
+                _make_private(self._root / self._layout_name)
+            _write_whole(path, [header, digest, data])
         except OSError as error:
             self._paused_until_s = self._now() + _PAUSE_S
             self.counters.num_lost += 1

@@ -90,7 +90,13 @@ class HostTier:
         self.on_change([key])
 
     def close(self) -> None:
-        """Nothing waits here."""
+        """Give the memory back at once: the next life of this process takes as much, and what others hold of this one
+        is not freed before that. What is put here from now on is lost."""
+        with self._lock:
+            self._index = TierIndex[bytes](0)
+            self._slot_of.clear()
+            self._free.clear()
+            self._memory = memoryview(b"")
 
     def _bytes_of(self, slot: int) -> memoryview:
         return self._memory[slot * self._page_bytes : (slot + 1) * self._page_bytes]

@@ -431,6 +431,8 @@ class BatchScheduler:
 
     def _reclaim(self, batch: Batch, needed: int) -> bool:
         """Preempt sequences that are not promoted until `needed` pages are available; none if that is not enough."""
+        if needed <= self.pool.num_available:  # as mostly: what the others hold is not looked through
+            return True
         victims = sorted((s for s in (*self.running, *self.parked) if not s.promoted), key=_order)
         holders = Counter(page for victim in victims for page in victim.held_pages)
         num_theirs = sum(self.pool.references(page) == num for page, num in holders.items())

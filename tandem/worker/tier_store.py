@@ -50,4 +50,4 @@ class TierStore(Protocol):
         """Remove one page, if it is there."""
 
     def close(self) -> None:
-        """Let `find` end early; from any thread."""
+        """Let `find` end early, and give back memory; from any thread."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import sys
 import time
@@ -36,18 +37,33 @@ async def watch_threads(
 ) -> None:
     """Look at `threads`, given by name, a few times in `max_busy_s`; runs as long as the worker.
 
+    A process that was stopped, or whose host was, has computed nothing meanwhile: what a thread was in the midst of
+    gets its whole time again.
+
     Args:
         max_busy_s: the longest time that one turn of a thread may take, in seconds.
         on_stuck: called with the thread's name and the seconds that it has been busy.
     """
+    turn_s = max_busy_s / 4
+    looked_s = resumed_s = time.monotonic()
     while True:
-        await asyncio.sleep(max_busy_s / 4)
-        for name, busy_s in find_stuck(threads, max_busy_s):
+        await asyncio.sleep(turn_s)
+        now_s = time.monotonic()
+        if now_s - looked_s > 2 * turn_s:
+            resumed_s = now_s
+        looked_s = now_s
+        for name, busy_s in find_stuck(threads, max_busy_s, resumed_s):
             on_stuck(name, busy_s)
 
 
-def find_stuck(threads: Mapping[str, BusySince], max_busy_s: float) -> list[tuple[str, float]]:
-    """The threads that have been busy for longer than `max_busy_s`, each with its seconds."""
+def find_stuck(
+    threads: Mapping[str, BusySince], max_busy_s: float, resumed_s: float = -math.inf
+) -> list[tuple[str, float]]:
+    """The threads that have been busy for longer than `max_busy_s`, each with its seconds.
+
+    `resumed_s`: when the process went on after it had stood still; what was before does not count.
+    """
     now_s = time.monotonic()
     since = [(name, busy_since()) for name, busy_since in threads.items()]
-    return [(name, now_s - since_s) for name, since_s in since if since_s is not None and now_s - since_s > max_busy_s]
+    busy = [(name, now_s - max(since_s, resumed_s)) for name, since_s in since if since_s is not None]
+    return [(name, busy_s) for name, busy_s in busy if busy_s > max_busy_s]

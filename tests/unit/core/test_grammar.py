@@ -262,3 +262,27 @@ def test_a_hundred_optional_properties_are_taken() -> None:
     grammar = compiled(of_schema(optional(100), "f", LIMITS))
     grammar.try_out()
     assert generates(grammar, json.dumps({"k3": 1, "k50": None, "k99": "x"}))
+
+
+def lark_chain(num: int) -> AskedGrammar:
+    rules = (f'a{place}: "x" a{place + 1}\n' for place in range(num))
+    return of_grammar(f'start: a0\n{"".join(rules)}a{num}: "y"\n', "grammar", LIMITS)
+
+
+def lexeme_chain(num: int) -> AskedGrammar:
+    lexemes = (f'A{place}: "x" A{place + 1}\n' for place in range(num))
+    return of_grammar(f'start: A0\n{"".join(lexemes)}A{num}: "y"\n', "grammar", LIMITS)
+
+
+def schema_chain(num: int) -> AskedGrammar:
+    parts: dict[str, Any] = {f"a{place}": {"items": {"$ref": f"#/$defs/a{place + 1}"}} for place in range(num)}
+    return of_schema({"$defs": parts | {f"a{num}": {"type": "string"}}, "$ref": "#/$defs/a0"}, "schema", LIMITS)
+
+
+@pytest.mark.parametrize(
+    "asked", [lark_chain(4000), lexeme_chain(6000), schema_chain(1500)], ids=["rules", "lexemes", "refs"]
+)
+def test_long_chains_of_references_end_no_process(asked: AskedGrammar) -> None:
+    """They are followed by calls within calls, which need much of a stack."""
+    mask = compiled(asked).new_matcher().inner.compute_bitmask()
+    assert any(mask)

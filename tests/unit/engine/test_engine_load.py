@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -172,6 +173,49 @@ def test_missing_and_misshapen_weights_are_refused(broken_dir: Path) -> None:
     path.unlink()
     with pytest.raises(ModelLoadError):
         helpers.load_engine(broken_dir)
+
+
+EXTRA = torch.zeros(2)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.q_proj.bias",
+        "model.layers.0.self_attn.q_norm.weight",
+        "model.layers.3.mlp.up_proj.weight",
+        "lm_head.bias",
+        "adapter.weight",
+    ],
+)
+def test_tensors_that_the_model_has_no_place_for_are_refused_by_name(broken_dir: Path, name: str) -> None:
+    path = broken_dir / "model.safetensors"
+    save_file(load_file(path) | {name: EXTRA}, path, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=rf"LlamaForCausalLM .* no place for {re.escape(name)}; "):
+        helpers.load_engine(broken_dir)
+
+
+def test_of_many_tensors_without_a_place_some_are_named(broken_dir: Path) -> None:
+    path = broken_dir / "model.safetensors"
+    extra = {f"model.layers.{layer}.mlp.up_proj.bias": EXTRA.clone() for layer in range(7)}
+    save_file(load_file(path) | extra, path, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=r"layers\.0\..*layers\.4\.mlp\.up_proj\.bias and 2 more"):
+        helpers.load_engine(broken_dir)
+
+
+def test_tensors_without_which_a_model_is_the_same_are_left_out(broken_dir: Path, engine: Engine) -> None:
+    path = broken_dir / "model.safetensors"
+    names = [
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "model.layers.0.attn.bias",
+        "model.layers.0.attention.masked_bias",
+        "model.layers.0.self_attn.k_scale",
+        "model.embeddings.position_ids",
+        "score.weight",
+        "v_head.summary.weight",
+    ]
+    save_file(load_file(path) | {name: EXTRA.clone() for name in names}, path, metadata={"format": "pt"})
+    assert helpers.load_engine(broken_dir, num_pages=1).weights_sha256 == engine.weights_sha256
 
 
 def test_weights_digest_knows_weights_config_and_type(engine: Engine, llama_dir: Path, broken_dir: Path) -> None:

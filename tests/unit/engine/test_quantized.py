@@ -181,7 +181,7 @@ def test_scales_of_inputs_and_of_kv_are_left_out(quantized: Path, tmp_path: Path
         tensors[f"{Q}.input_scale"] = torch.ones(1)
         tensors[f"{Q}.input_zero_point"] = torch.zeros(1, dtype=torch.uint8)
         tensors["model.layers.1.self_attn.k_scale"] = torch.ones(1)
-        tensors["vision.tower.scale"] = torch.ones(1)
+        tensors["vision_tower.patch.scale"] = torch.ones(1)
 
     engine = helpers.load_engine(edited(quantized, tmp_path / "copy", add))
     assert torch.equal(logits(engine), logits(helpers.load_engine(quantized)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -164,6 +166,21 @@ def test_a_damaged_file_is_a_miss_and_gone(
     assert read(tier, KEYS[0]) == bytes(page_of(KEYS[0]))
 
 
+def test_pages_of_a_disk_that_cannot_be_written_any_more_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = DiskTier(tmp_path, LAYOUT, MOST)
+    put(tier, KEYS[0])
+
+    def refuse(_: int) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "utime", refuse)
+    assert read(tier, KEYS[0]) == bytes(page_of(KEYS[0]))
+    assert tier.has(KEYS[0])
+    assert tier.counters.num_corrupt == 0
+
+
 def test_a_file_that_vanished_is_a_miss_and_no_damage(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path, LAYOUT, MOST)
     put(tier, KEYS[0])
@@ -232,6 +249,18 @@ def test_a_write_that_fails_turns_writing_off_for_a_while(tmp_path: Path, caplog
     now_s = 61.0
     put(tier, KEYS[1])
     assert read(tier, KEYS[1]) == bytes(page_of(KEYS[1]))
+
+
+def test_pages_are_kept_again_after_somebody_has_removed_all_files(tmp_path: Path) -> None:
+    root = tmp_path / "worker"
+    tier = DiskTier(root, LAYOUT, MOST)
+    put(tier, KEYS[0])
+    shutil.rmtree(root)
+    put(tier, KEYS[1])
+    assert read(tier, KEYS[1]) == bytes(page_of(KEYS[1]))
+    assert read(tier, KEYS[0]) is None
+    assert tier.held()[0] == 1
+    assert root.stat().st_mode & 0o777 == 0o700
 
 
 def test_nobody_else_may_look(tmp_path: Path) -> None:

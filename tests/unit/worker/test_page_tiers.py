@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -431,3 +434,21 @@ def test_reading_leaves_half_of_the_pool() -> None:
     assert states.count(PageState.USED) == 3
     world.run()
     assert world.pool.match(keys) == 3
+
+
+def test_a_host_tier_that_is_closed_holds_no_memory_any_more() -> None:
+    """A worker that changes its role takes as much for its next life, before its last one is collected."""
+    memory: Any = np.zeros(2 * PAGE_BYTES, np.uint8)
+    is_held = weakref.ref(memory)
+    tier = HostTier(memoryview(memory), PAGE_BYTES)
+    del memory
+    page, into = memoryview(content(b"a0")), memoryview(bytearray(PAGE_BYTES))
+    tier.put(b"a0", b"", page)
+    assert tier.get(b"a0", into)
+    assert into == page
+    tier.close()
+    assert is_held() is None
+    tier.put(b"a1", b"a0", page)  # by a thread that is in the midst of it
+    assert not tier.get(b"a0", into)
+    assert not tier.get(b"a1", into)
+    assert tier.held() == (0, 0)

@@ -405,6 +405,30 @@ def test_pages_that_others_hold_too_do_not_come_free() -> None:
     assert step(scheduler).preempted == [first]
 
 
+def test_where_pages_are_free_nobody_looks_through_what_the_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that are parked may hold half of a large pool."""
+    scheduler = make_scheduler(num_pages=12, tokens=64)
+    for arrival, name in enumerate(("first", "second")):
+        scheduler.add(prompt(name, 12, arrival=arrival))
+        scheduler.park(step(scheduler).items[0].sequence)
+    wanted = prompt("wanted", 16, arrival=9)
+    scheduler.promote(wanted)
+    scheduler.add(wanted)
+    looked_at: set[int] = set()
+    references = scheduler.pool.references
+
+    def noted(page: int) -> int:
+        looked_at.add(page)
+        return references(page)
+
+    monkeypatch.setattr(scheduler.pool, "references", noted)
+    batch = scheduler.schedule()
+    assert chunks(batch) == [("wanted", 16)]
+    held = {page for parked in scheduler.parked for page in parked.pages}
+    assert len(held) >= 6
+    assert not held & looked_at
+
+
 def test_a_promoted_one_takes_a_place_too() -> None:
     scheduler = make_scheduler(seqs=2, tokens=8, chunk=4)
     for n, name in enumerate(["first", "second"]):

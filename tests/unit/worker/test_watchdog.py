@@ -44,6 +44,31 @@ def test_it_looks_again_and_again() -> None:
     assert asyncio.run(scenario()) == "runner"
 
 
+def test_a_process_that_stood_still_was_not_busy_meanwhile() -> None:
+    """Stopped, as the event loop is here, it can neither look nor end a step."""
+    turn_s, reports = 0.05, list[str]()
+
+    async def scenario() -> None:
+        looked = asyncio.Event()
+        since_s = time.monotonic()
+
+        def busy_since() -> float:
+            looked.set()
+            return since_s
+
+        task = asyncio.create_task(
+            watch_threads({"runner": busy_since}, 4 * turn_s, lambda name, _: reports.append(name))
+        )
+        await asyncio.wait_for(looked.wait(), WAIT_S)
+        looked.clear()
+        time.sleep(8 * turn_s)  # noqa: ASYNC251 - that is the case
+        await asyncio.wait_for(looked.wait(), WAIT_S)
+        task.cancel()
+
+    asyncio.run(scenario())
+    assert not reports
+
+
 @pytest.mark.processes
 def test_a_stuck_process_ends_with_its_own_code() -> None:
     program = "from tandem.worker.watchdog import end_process; end_process('runner', 12.0)"

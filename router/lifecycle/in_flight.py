@@ -216,6 +216,7 @@ class InFlightRequest:
         while self.recovery.must_wait(context.workers.fate, cause):
             if context.clock.now() >= give_up_s:
                 raise self.recovery.nothing_was_heard(wait_s, cause)
+            self.note_held_up()
             await self._change_of_workers(give_up_s)
 
     def _note_loss(self, event: Event) -> None:
@@ -293,6 +294,10 @@ class InFlightRequest:
             deltas[0].prompt_scores = scores.give()
         for delta in deltas:
             self._emit(delta)
+
+    def note_held_up(self) -> None:
+        """Nobody knows when its prompt will be begun: the worker that has it is silent, or lost."""
+        self._turn.held_up()
 
     def note_pages(self) -> None:
         """Decode has pages for it, or computes it."""

@@ -174,6 +174,7 @@ class InFlightRequest:
                 if is_hopeless or clock.now() >= give_up_s:
                     self._complete(error, wait_s)
                     raise
+                self.note_held_up()
                 wake_s = give_up_s
             else:
                 wake_s = self.plan.rests_until_s(route)
@@ -296,7 +297,7 @@ class InFlightRequest:
             self._emit(delta)
 
     def note_held_up(self) -> None:
-        """Nobody knows when its prompt will be begun: the worker that has it is silent, or lost."""
+        """Nobody knows when its prompt will be begun: the worker that has it is silent or lost, or none is ready."""
         self._turn.held_up()
 
     def note_pages(self) -> None:

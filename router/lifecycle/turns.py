@@ -204,7 +204,7 @@ class Turn:
             self._turns.look()
 
     def held_up(self) -> None:
-        """No worker that is heard has its prompt: it keeps none busy, so the next one does not wait for it."""
+        """No worker that is heard has its prompt, which keeps none busy: the next one does not wait for it."""
         if self._forget_ahead():
             self._turns.look()
 

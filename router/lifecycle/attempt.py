@@ -320,11 +320,11 @@ class Attempt:
         What it has begun waits for it until it is lost. The pages of a writer that attached would stay in quarantine
         without it, and a prompt that it computes would be computed again.
         """
-        worker = silent.worker
-        if not self._is_untouched_by(silent) or not self._in_flight.recovery.may_leave_early():
-            return
-        if self._has_place_without(worker):
+        worker, may_leave = silent.worker, self._in_flight.recovery.may_leave_early()
+        if may_leave and self._is_untouched_by(silent) and self._has_place_without(worker):
             raise self._over(Fault.SILENT, worker, WorkerLostError(f"worker {worker} is silent, and has not begun"))
+        if worker == (self._prefill_key or self._decode.key):
+            self._in_flight.note_held_up()
 
     def _is_untouched_by(self, silent: events.WorkerSilent) -> bool:
         if silent.worker == self._decode.key:

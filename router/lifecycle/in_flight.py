@@ -174,6 +174,7 @@ class InFlightRequest:
                 if is_hopeless or clock.now() >= give_up_s:
                     self._complete(error, wait_s)
                     raise
+                self.note_held_up()
                 wake_s = give_up_s
             else:
                 wake_s = self.plan.rests_until_s(route)
@@ -216,6 +217,7 @@ class InFlightRequest:
         while self.recovery.must_wait(context.workers.fate, cause):
             if context.clock.now() >= give_up_s:
                 raise self.recovery.nothing_was_heard(wait_s, cause)
+            self.note_held_up()
             await self._change_of_workers(give_up_s)
 
     def _note_loss(self, event: Event) -> None:
@@ -293,6 +295,10 @@ class InFlightRequest:
             deltas[0].prompt_scores = scores.give()
         for delta in deltas:
             self._emit(delta)
+
+    def note_held_up(self) -> None:
+        """Nobody knows when its prompt will be begun: the worker that has it is silent or lost, or none is ready."""
+        self._turn.held_up()
 
     def note_pages(self) -> None:
         """Decode has pages for it, or computes it."""

@@ -97,14 +97,17 @@ class PoolingAttempt:
     def _leave_early(self) -> None:
         """Leave a silent worker that has not begun, where another is ready: no work is lost by that."""
         in_flight, key = self._in_flight, self._prefill.key
-        if self._has_started or not in_flight.recovery.may_leave_early():
-            return
+        if not self._has_started and in_flight.recovery.may_leave_early() and self._has_place_elsewhere():
+            raise self._over(Fault.SILENT, WorkerLostError(f"worker {key} is silent, and has not begun"))
+        in_flight.note_held_up()
+
+    def _has_place_elsewhere(self) -> bool:
+        facts = replace(self._in_flight.facts, is_first_attempt=False)
         try:
-            facts = replace(in_flight.facts, is_first_attempt=False)
-            choose(self._workers.snapshot(), facts, in_flight.recovery.wishes_without(key))
+            choose(self._workers.snapshot(), facts, self._in_flight.recovery.wishes_without(self._prefill.key))
         except (NoWorkerError, IncompatibleError):
-            return
-        raise self._over(Fault.SILENT, WorkerLostError(f"worker {key} is silent, and has not begun"))
+            return False
+        return True
 
     def _over(self, fault: Fault, error: TandemError) -> AttemptOver:
         key = self._prefill.key

@@ -53,6 +53,7 @@ class PromptGroup:
         self._inboxes: list[Mailbox[Event]] = [Mailbox() for _ in requests]
         self._task: asyncio.Task[None] | None = None
         self._is_answered = False
+        self._is_ended = False  # whether all were told to end
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._serve_all(), name="prompt-group")
@@ -72,6 +73,9 @@ class PromptGroup:
         self._end_all(DrainingError, why)
 
     def _end_all(self, kind: type[TandemError], message: str) -> None:
+        if self._is_ended:  # each that ends by it comes here too
+            return
+        self._is_ended = True
         for request, inbox in zip(self.requests, self._inboxes, strict=True):
             inbox.put(BrokenOff(kind(message, request_id=request.request_id)))
 

@@ -203,6 +203,11 @@ class Turn:
             self._turns.note_computed(self.entry.num_tokens, num_cached_tokens)
             self._turns.look()
 
+    def held_up(self) -> None:
+        """No worker that is heard has its prompt, which keeps none busy: the next one does not wait for it."""
+        if self._forget_ahead():
+            self._turns.look()
+
     def granted(self) -> None:
         """Decode has pages for it."""
         if self._forget_ungranted():

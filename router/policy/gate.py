@@ -6,7 +6,8 @@ running idle:
 
 - *Prompts*: fewer are placed and not begun than two for each worker that computes prompts, or they have fewer tokens
   than these compute in a quarter of a second. That covers the way of a message there and back many times. Prompts
-  behind which it does not have to wait there do not count: long ones have later turns (`tandem.worker.turn`).
+  behind which it does not have to wait there do not count: long ones have later turns (`tandem.worker.turn`). Nor do
+  those whose worker is silent or lost, or for which none is ready: they keep none busy.
 - *Places*: not more sequences are under way than decode's batches hold, and as many more as leave their places until
   one that is placed now has its first token. Who gets its first token sooner would wait for the second; who gets it
   later leaves a place empty.

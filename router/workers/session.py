@@ -295,13 +295,15 @@ class WorkerSession:
             was_leaving, self.status = self.is_leaving, message.status
             self._known.hear(_report(message))
             self._tell_leaving(was_leaving)
-            self._observer.status_reported(self, message.status)
         for event in message.events:
             kind = event.WhichOneof("event")
             if kind == "token" or kind == "first_token":
                 self._take_token(getattr(event, kind))
             elif kind is not None:  # `None`: of a later version
                 self._take(getattr(event, kind))
+        if message.HasField("status"):
+            # Behind the events: the first of a stream is the hello, which says whose figures these are.
+            self._observer.status_reported(self, message.status)
 
     def _take_token(self, token: Token) -> None:
         if (mailbox := self._held.get(token.request_id)) is not None:

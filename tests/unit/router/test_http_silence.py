@@ -69,6 +69,25 @@ def test_what_a_silent_prefill_worker_has_not_begun_another_one_computes(make_si
     assert text(in_background(site)) == "abcde"
 
 
+def test_those_that_wait_for_a_silent_worker_hold_nobody_up_who_may_go_to_another(make_site: MakeSite) -> None:
+    """As many prompts wait for it as the router places and are not begun: two for each worker that is heard."""
+    site, first = halted(make_site)
+    second = in_background(site)
+    site.prefill.wait_for("start", 2)
+    for number in (1, 2):
+        site.decode.grant(site.decode.wait_for("reserve", number))
+        site.prefill.wait_for("attach", number)
+    hear(site, site.prefill)
+    site.add(ScriptedPrefill("prefill-1"))
+    site.prefill.go_silent()
+    site.until_shown("prefill-0", state="silent")
+    site.decode.auto = True
+    assert text(in_background(site)) == "abcde"
+    assert num_lost(site) == 0
+    assert [text(first), text(second)] == ["abcde"] * 2
+    assert num_lost(site) == 1
+
+
 def test_what_a_silent_prefill_worker_has_begun_waits_for_it(make_site: MakeSite) -> None:
     site, under_way = halted(make_site)
     start, other = site.prefill.wait_for("start"), ScriptedPrefill("prefill-1")

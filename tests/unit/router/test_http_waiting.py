@@ -140,6 +140,27 @@ def test_what_a_worker_of_the_version_before_would_not_obey_is_refused_until_it_
     assert site.post(prompt="x", **asked).status_code == 200
 
 
+def test_who_waits_for_a_worker_that_knows_what_it_asks_for_holds_nobody_up_who_asks_for_less(
+    make_site: MakeSite,
+) -> None:
+    """As many wait as the router places and are not begun: two for each worker that computes prompts."""
+    site = make_site({"limits.wait_for_worker_s": 20.0}, with_workers=False)
+    site.prefill.info.protocols.CopyFrom(Protocols(oldest=OLDEST, newest=OLDEST))
+    site.add(site.prefill, site.decode)
+    site.wait_ready(200)
+    coming = ScriptedPrefill("prefill-1")
+    site.pool.states["prefill-1"] = "starting"
+    site.pool.add(coming)
+    waiting = [in_background(site, cache_salt="s") for _ in range(2)]
+    site.until_metric("tandem_router_waiting_requests", 2)
+    assert site.post(prompt="x").status_code == 200
+    assert site.metrics()["tandem_router_waiting_requests"] == 2
+    site.pool.states |= {"prefill-0": "draining", "prefill-1": "ready"}
+    site.pool.push()
+    assert [each.result().status_code for each in waiting] == [200, 200]
+    assert coming.count("start") == 2
+
+
 def test_a_client_that_goes_away_leaves_the_wait(patient: Site) -> None:
     patient.pool.states["decode-0"] = "failed"
     patient.pool.push()

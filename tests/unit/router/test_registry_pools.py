@@ -27,6 +27,7 @@ from router.workers.known_pages import KnownPages
 from router.workers.registry import WorkerRegistry
 from router.workers.session import SessionState, WorkerSession
 from tandem.core.clock import VirtualClock
+from tandem.core.errors import WorkerLostError
 from tandem.core.identity import Role, WorkerKey
 from tandem.core.metrics import RouterMetrics
 from tandem.core.pages import model_salt, page_keys, pages_for
@@ -46,7 +47,7 @@ from tandem.rpc.v1.common_pb2 import (
 from tandem.rpc.v1.common_pb2 import PromptSteps as PromptStepsMessage
 from tandem.rpc.v1.control_pb2 import Member, Membership
 from tandem.rpc.v1.decode_pb2 import DecodeEvents
-from tandem.rpc.v1.prefill_pb2 import HandoffDone, PrefillEvents
+from tandem.rpc.v1.prefill_pb2 import HandoffDone, PrefillEvent, PrefillEvents
 
 NAMES = {"prefill-0": ROLE_PREFILL, "prefill-1": ROLE_PREFILL, "decode-0": ROLE_DECODE, "decode-1": ROLE_DECODE}
 names, requests = st.sampled_from(sorted(NAMES)), st.sampled_from("ab")
@@ -60,9 +61,9 @@ class Registry(WorkerRegistry):
     version = 0
 
     def __init__(self) -> None:
-        self.clock = VirtualClock()
+        self.clock, self.router_metrics = VirtualClock(), RouterMetrics()
         super().__init__(
-            lease_s=1.0, metrics=RouterMetrics(), earlier_max_num_seqs=64, clock=self.clock, begin=lambda _: None
+            lease_s=1.0, metrics=self.router_metrics, earlier_max_num_seqs=64, clock=self.clock, begin=lambda _: None
         )
         self.states: dict[str, str] = {}
         self.lives: dict[str, int] = {}
@@ -83,6 +84,11 @@ class Registry(WorkerRegistry):
         if session is not None:
             make: Any = PrefillEvents if session.is_prefill else DecodeEvents
             session.receive(make(status=WorkerStatus(**status)))
+
+    def counted(self, name: str) -> dict[tuple[str, ...], float]:
+        """The values of a counter, by those of its labels."""
+        samples = (sample for metric in self.router_metrics.registry.collect() for sample in metric.samples)
+        return {tuple(sample.labels.values()): sample.value for sample in samples if sample.name == name}
 
     def greet(self, name: str, *, page_size: int = PAGE, max_context: int = 100) -> None:
         session = self.of(name)
@@ -334,6 +340,38 @@ async def test_what_a_worker_had_counted_before_this_router_came_tells_nothing()
     assert not registry.snapshot().prefill_tokens_per_s
     registry.hear("decode-0", chunk_tokens=1100, chunk_s=500.25)
     assert registry.snapshot().prefill_tokens_per_s == pytest.approx(400)
+
+
+def first_word(worker_id: str) -> PrefillEvents:
+    """What a worker says first on a stream: who it is, and how it is."""
+    hello = WorkerInfo(worker_id=worker_id, incarnation="1", role=ROLE_PREFILL, transport="ucx")
+    hello.protocols.CopyFrom(protocols_to_proto(Protocols()))
+    status = WorkerStatus(transfer_bytes=1000, prompt_tokens_computed=50)
+    return PrefillEvents(events=[PrefillEvent(hello=hello)], status=status)
+
+
+async def test_what_a_worker_had_sent_before_this_router_came_counts_for_its_transport() -> None:
+    registry = Registry()
+    registry.states = {"prefill-0": "ready"}
+    registry.push()
+    session = registry.of("prefill-0")
+    assert session is not None
+    session.receive(first_word("prefill-0"))
+    sent = registry.counted("tandem_kv_transfer_bytes_total")
+    assert sent == {("ucx",): 1000}
+
+
+async def test_what_a_stranger_at_a_workers_address_has_counted_is_not_the_workers() -> None:
+    registry = Registry()
+    registry.states = {"prefill-0": "ready"}
+    registry.push()
+    session = registry.of("prefill-0")
+    assert session is not None
+    with pytest.raises(WorkerLostError, match="answers as prefill-1"):
+        session.receive(first_word("prefill-1"))
+    assert not registry.counted("tandem_prompt_tokens_computed_total")
+    session.receive(first_word("prefill-0"))
+    assert registry.counted("tandem_prompt_tokens_computed_total") == {("prefill",): 50}
 
 
 def test_of_several_routers_each_takes_the_share_that_the_supervisor_names() -> None:

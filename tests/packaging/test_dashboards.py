@@ -180,6 +180,12 @@ def test_rules_fire_when_they_should(tmp_path: Path) -> None:
             {ended % "finished": "0+90x40", ended % "failed": "0+10x40"}, "TandemRequestsFail", {"severity": "critical"}
         ),
         case(
+            {ended % "finished": "0+90x40", ended % "no_worker": "0+10x40"},
+            "TandemRequestsFail",
+            {"severity": "critical"},
+        ),
+        case({ended % "finished": "0+90x40", ended % "deadline": "0+10x40"}, "TandemRequestsFail"),
+        case(
             {ended % "finished": "0+90x40", ended % "overloaded": "0+10x40"},
             "TandemOverloaded",
             {"severity": "warning"},

@@ -26,7 +26,7 @@ EMBEDDED_MODEL = "embedded"
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*?#]+")
 
 MAX_POOL = 1024
-"""Workers of one pool; a slip of the finger must not fill the supervisor's memory."""
+"""Workers of one pool, or routers; a slip of the finger must not fill the supervisor's memory."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,9 @@ class ModelConfig:
 class PoolConfig:
     """One pool of workers."""
 
-    workers: int = _key(1, "How many workers the pool starts with. `tandem scale` changes it later.", minimum=1)
+    workers: int = _key(
+        1, "How many workers the pool starts with. `tandem scale` changes it later.", minimum=1, maximum=MAX_POOL
+    )
     min: int = _key(
         0, "The fewest workers of a pool that follows its load, and with how many it starts where `workers` is less; "
         "0: `workers`. Raise it where load comes too suddenly to wait for a worker's start.",
@@ -113,7 +115,7 @@ class PrefillPoolConfig(PoolConfig):
 
     workers: int = _key(
         1, "How many workers the pool starts with; 0: none, and the decode workers compute prompts too, beside what "
-        "they generate (a colocated cluster). `tandem scale` changes it later.", minimum=0
+        "they generate (a colocated cluster). `tandem scale` changes it later.", minimum=0, maximum=MAX_POOL
     )
 
 
@@ -123,7 +125,7 @@ class PoolsConfig:
         1, "How many routers take requests; each takes all. Raise it where one router's core is busy, or to serve on "
         "while one is replaced. Those of one host share its port; on several hosts each node with the resource "
         "`router` gets one. `tandem scale --routers` changes it later.",
-        minimum=1,
+        minimum=1, maximum=MAX_POOL,
     )
     prefill: PrefillPoolConfig = field(default_factory=PrefillPoolConfig)
     decode: PoolConfig = field(default_factory=PoolConfig)

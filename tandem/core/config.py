@@ -205,8 +205,8 @@ class SchedulingConfig:
 
     max_num_seqs: int = _key(
         0, "The most sequences in one batch; 0: as many as have room for 256 tokens each, but 64 at least and 256 at "
-        "most. Lower it for a lower TPOT under load; what is beyond waits for a place before its first token.",
-        minimum=0,
+        "most, and never more than `max_num_batched_tokens`. Lower it for a lower TPOT under load; what is beyond "
+        "waits for a place before its first token.", minimum=0,
     )
     max_num_batched_tokens: int = _key(
         2048, "The most tokens in one step, decodes and chunks of prompts together.", minimum=1
@@ -599,6 +599,13 @@ def _check_relations(config: Config) -> None:
             f"scheduling.max_num_batched_tokens is {scheduling.max_num_batched_tokens}, must be at least "
             f"scheduling.chunk_size ({scheduling.chunk_size}), or no chunk fits a step",
             key="scheduling.max_num_batched_tokens",
+        )
+    if scheduling.max_num_seqs > scheduling.max_num_batched_tokens:
+        raise ConfigError(
+            f"scheduling.max_num_seqs is {scheduling.max_num_seqs}, more than scheduling.max_num_batched_tokens "
+            f"({scheduling.max_num_batched_tokens}): a step has no token for each sequence of such a batch; lower the "
+            "one, or raise the other",
+            key="scheduling.max_num_seqs",
         )
     for name, value in (("disk_path", config.cache.disk_path), ("host_bytes", config.cache.host_bytes)):
         if value and not config.cache.prefix_cache:

@@ -126,7 +126,7 @@ def _values(leaf: Leaf) -> st.SearchStrategy[Any]:
 
 _RELATED = {
     "cache.dtype", "cache.page_size", "cache.prefix_cache", "model.engine", "model.quantize", "model.time_model",
-    "scheduling.chunk_size", "scheduling.max_num_batched_tokens",
+    "scheduling.chunk_size", "scheduling.max_num_batched_tokens", "scheduling.max_num_seqs",
 }  # fmt: skip
 _RELATED |= {f"pools.{role}.{key}" for role in ("prefill", "decode") for key in ("workers", "min", "max")}
 
@@ -147,6 +147,7 @@ def configs(draw: st.DrawFn) -> Config:
     tree["cache"]["page_size"] = page_size
     tree["scheduling"]["chunk_size"] = chunk_size
     tree["scheduling"]["max_num_batched_tokens"] = chunk_size + draw(st.integers(0, 4096))
+    tree["scheduling"]["max_num_seqs"] = draw(st.integers(0, tree["scheduling"]["max_num_batched_tokens"]))
     if draw(st.booleans()):
         tree["model"] |= {"engine": "simulated", "time_model": draw(st.text(min_size=1))}
         tree["speculation"]["draft_model"] = ""
@@ -229,6 +230,11 @@ def test_unknown_key_is_answered_with_its_path_and_the_known_keys(tree: Any, pat
             {"scheduling": {"max_num_batched_tokens": 256}},
             "scheduling.max_num_batched_tokens",
             "at least scheduling.chunk_size (512)",
+        ),
+        (
+            {"scheduling": {"max_num_batched_tokens": 512, "max_num_seqs": 513}},
+            "scheduling.max_num_seqs",
+            "more than scheduling.max_num_batched_tokens (512)",
         ),
         ({"cache": {"memory_share": 0.96}}, "cache.memory_share", "at most 0.95"),
         ({"transport": {"quarantine_cap": 1.01}}, "transport.quarantine_cap", "at most 1"),

@@ -25,6 +25,8 @@ from tandem.core.errors import ConfigError
 EMBEDDED_MODEL = "embedded"
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*?#]+")
 
+_COLLECTOR = re.compile(r"https?://[^/\s]+\S*")
+
 MAX_POOL = 1024
 """Workers of one pool, or routers; a slip of the finger must not fill the supervisor's memory."""
 
@@ -632,6 +634,12 @@ def _check_relations(config: Config) -> None:
             f"and a decode worker {config.pools.decode.gpus:g}: none can take the other's place; give both as many, "
             "or set pools.flexible to 0",
             key="pools.flexible",
+        )
+    if (endpoint := config.tracing.otlp_endpoint) and not _COLLECTOR.fullmatch(endpoint):
+        raise ConfigError(
+            f"tracing.otlp_endpoint is {endpoint!r}, to which nothing can be sent; write it with its scheme, as "
+            "http://collector:4318",
+            key="tracing.otlp_endpoint",
         )
     for origin in config.http.cors_origins:
         if origin != "*" and not _ORIGIN.fullmatch(origin):

@@ -113,6 +113,8 @@ def test_whole_numbers_stand_for_numbers() -> None:
 def _values(leaf: Leaf) -> st.SearchStrategy[Any]:
     if leaf.path == "http.cors_origins":
         return st.lists(st.sampled_from(ORIGINS)).map(tuple)
+    if leaf.path == "tracing.otlp_endpoint":
+        return st.sampled_from(["", "http://collector:4318", "https://[::1]:4318/v1/traces"])
     if leaf.choices:
         return st.sampled_from(leaf.choices)
     least = leaf.minimum or 0
@@ -236,6 +238,7 @@ def test_unknown_key_is_answered_with_its_path_and_the_known_keys(tree: Any, pat
             "scheduling.max_num_seqs",
             "more than scheduling.max_num_batched_tokens (512)",
         ),
+        ({"tracing": {"otlp_endpoint": "collector:4318"}}, "tracing.otlp_endpoint", "http://collector:4318"),
         ({"cache": {"memory_share": 0.96}}, "cache.memory_share", "at most 0.95"),
         ({"transport": {"quarantine_cap": 1.01}}, "transport.quarantine_cap", "at most 1"),
         ({"http": {"port": 65536}}, "http.port", "at most 65535"),

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from tandem.cluster.ray.node_resources import gpu_memory_bytes, kv_bytes_here
+from tandem.cluster.ray.worker_actor import bytes_of_pages
+from tandem.cluster.spec import ClusterSpec
 from tandem.core.config import EMBEDDED_MODEL, Config, from_dict
 from tandem.core.errors import ConfigError
 from tandem.core.identity import Role
@@ -49,6 +51,17 @@ def test_weights_that_fill_the_part_are_said(smi: Path) -> None:
     says(smi, "1000, 0\\n")
     with pytest.raises(ConfigError, match="beside the weights"):
         kv_bytes_here(config(), Role.DECODE, resolve_model(EMBEDDED_MODEL))
+
+
+@pytest.mark.processes
+def test_a_worker_that_changes_its_role_asks_for_no_other_pages(smi: Path) -> None:
+    """Its own fill the GPU."""
+    model = resolve_model(EMBEDDED_MODEL)
+    spec = ClusterSpec(config(), "m", "", {Role.DECODE: 0}, {}, False, 1, "", "", log_directory="")
+    says(smi, "1000, 0\\n")
+    with pytest.raises(ConfigError, match="beside the weights"):
+        bytes_of_pages(spec, Role.DECODE, model, is_kept=False)
+    assert bytes_of_pages(spec, Role.DECODE, model, is_kept=True) == 0
 
 
 @pytest.mark.processes

@@ -166,8 +166,8 @@ class CacheConfig:
         "programs.", minimum=0
     )
     memory_share: float = _key(
-        0.7, "Share of the memory that is free at start, less the weights, that all workers of a node together use "
-        "for KV pages. Lower it where other programs need memory too.",
+        0.7, "Share of the memory that is free at start, less the weights and `host_bytes`, that all workers of a node "
+        "together use for KV pages. Lower it where other programs need memory too.",
         minimum=0.001, maximum=0.95,
     )
     max_memory_bytes: int = _key(

@@ -329,7 +329,7 @@ class Preflight:
             fixed += sum(pool.most * self._kv_bytes(role) for role, pool in self._pools.items())
         if fixed > free:
             raise ConfigError(
-                f"{workers} workers need {human_bytes(fixed)} for weights and processes, {human_bytes(free)} are free; "
+                f"{workers} workers need {human_bytes(fixed)} for {self._fixed_words}, {human_bytes(free)} are free; "
                 "start fewer workers (--prefill, --decode), free memory, or choose a smaller model",
                 key="pools",
             )
@@ -341,7 +341,7 @@ class Preflight:
             most = max(0, (free - fixed) // workers)
             raise ConfigError(
                 f"cache.memory_bytes is {pages} ({human_bytes(pages)}) for each of {workers} workers; with "
-                f"{human_bytes(fixed)} for weights and processes that is more than the {human_bytes(free)} that are "
+                f"{human_bytes(fixed)} for {self._fixed_words} that is more than the {human_bytes(free)} that are "
                 f"free; set it to at most {most}, or to 0 to let cache.memory_share decide",
                 key="cache.memory_bytes",
             )
@@ -524,8 +524,12 @@ class Preflight:
 
     def fixed_bytes(self, num_workers: Mapping[Role, int]) -> int:
         """What so many workers take of their host's memory beside their pages."""
-        each = self.weight_bytes + WORKER_OVERHEAD_BYTES
+        each = self.weight_bytes + WORKER_OVERHEAD_BYTES + self.config.cache.host_bytes
         return sum(num_workers.values()) * each + num_workers.get(Role.DECODE, 0) * self._draft_bytes
+
+    @property
+    def _fixed_words(self) -> str:
+        return "weights, cache.host_bytes and processes" if self.config.cache.host_bytes else "weights and processes"
 
     def _kv_bytes(self, role: Role) -> int:
         """Bytes of pages for one worker; 0: its own node decides (GPU memory, or other hosts)."""

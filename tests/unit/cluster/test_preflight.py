@@ -126,6 +126,16 @@ def test_too_little_room_on_disk_is_a_warning(checkpoint: Path, free_port: int, 
     assert "cache.disk_bytes" in finding.remedy
 
 
+def test_copies_in_host_memory_are_no_room_for_pages(checkpoint: Path, free_port: int) -> None:
+    def pages(host_bytes: int) -> int:
+        cache = {"host_bytes": host_bytes, "memory_share": 0.5, "max_memory_bytes": 0}
+        return preflight(checkpoint, free_port, cache=cache).plan().kv_bytes[Role.DECODE]
+
+    assert pages(0) - pages(2 * GIB) == GIB, "of each of the two workers"
+    with pytest.raises(ConfigError, match=r"weights, cache\.host_bytes and processes"):
+        preflight(checkpoint, free_port, cache={"host_bytes": 8 * GIB}).check_memory()
+
+
 def test_on_other_hosts_the_directory_for_pages_is_absolute(checkpoint: Path, free_port: int) -> None:
     tree = {"model": {"path": str(checkpoint)}, "http": {"port": free_port}, "cache": {"disk_path": "pages"}}
     with pytest.raises(ConfigError, match="absolute") as caught:

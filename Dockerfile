@@ -1,7 +1,8 @@
 # syntax=docker/dockerfile:1
 #
 #   docker build -t tandem .
-#   docker run --rm --init --shm-size=1g -p 8000:8000 -e TANDEM_API_KEYS="$(openssl rand -hex 16)" tandem
+#   export TANDEM_API_KEYS=$(openssl rand -hex 16)
+#   docker run --rm --init --shm-size=1g -p 8000:8000 -e TANDEM_API_KEYS tandem
 #
 # With GPUs: docker run --gpus all ...; another build of torch: docker build --build-arg TORCH="torch==2.13.0 ..."
 

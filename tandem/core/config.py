@@ -25,8 +25,10 @@ from tandem.core.errors import ConfigError
 EMBEDDED_MODEL = "embedded"
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*?#]+")
 
+_COLLECTOR = re.compile(r"https?://[^/\s]+\S*")
+
 MAX_POOL = 1024
-"""Workers of one pool; a slip of the finger must not fill the supervisor's memory."""
+"""Workers of one pool, or routers; a slip of the finger must not fill the supervisor's memory."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,9 @@ class ModelConfig:
 class PoolConfig:
     """One pool of workers."""
 
-    workers: int = _key(1, "How many workers the pool starts with. `tandem scale` changes it later.", minimum=1)
+    workers: int = _key(
+        1, "How many workers the pool starts with. `tandem scale` changes it later.", minimum=1, maximum=MAX_POOL
+    )
     min: int = _key(
         0, "The fewest workers of a pool that follows its load, and with how many it starts where `workers` is less; "
         "0: `workers`. Raise it where load comes too suddenly to wait for a worker's start.",
@@ -113,7 +117,7 @@ class PrefillPoolConfig(PoolConfig):
 
     workers: int = _key(
         1, "How many workers the pool starts with; 0: none, and the decode workers compute prompts too, beside what "
-        "they generate (a colocated cluster). `tandem scale` changes it later.", minimum=0
+        "they generate (a colocated cluster). `tandem scale` changes it later.", minimum=0, maximum=MAX_POOL
     )
 
 
@@ -123,7 +127,7 @@ class PoolsConfig:
         1, "How many routers take requests; each takes all. Raise it where one router's core is busy, or to serve on "
         "while one is replaced. Those of one host share its port; on several hosts each node with the resource "
         "`router` gets one. `tandem scale --routers` changes it later.",
-        minimum=1,
+        minimum=1, maximum=MAX_POOL,
     )
     prefill: PrefillPoolConfig = field(default_factory=PrefillPoolConfig)
     decode: PoolConfig = field(default_factory=PoolConfig)
@@ -162,8 +166,8 @@ class CacheConfig:
         "programs.", minimum=0
     )
     memory_share: float = _key(
-        0.7, "Share of the memory that is free at start, less the weights, that all workers of a node together use "
-        "for KV pages. Lower it where other programs need memory too.",
+        0.7, "Share of the memory that is free at start, less the weights and `host_bytes`, that all workers of a node "
+        "together use for KV pages. Lower it where other programs need memory too.",
         minimum=0.001, maximum=0.95,
     )
     max_memory_bytes: int = _key(
@@ -203,8 +207,8 @@ class SchedulingConfig:
 
     max_num_seqs: int = _key(
         0, "The most sequences in one batch; 0: as many as have room for 256 tokens each, but 64 at least and 256 at "
-        "most. Lower it for a lower TPOT under load; what is beyond waits for a place before its first token.",
-        minimum=0,
+        "most, and never more than `max_num_batched_tokens`. Lower it for a lower TPOT under load; what is beyond "
+        "waits for a place before its first token.", minimum=0,
     )
     max_num_batched_tokens: int = _key(
         2048, "The most tokens in one step, decodes and chunks of prompts together.", minimum=1
@@ -598,6 +602,13 @@ def _check_relations(config: Config) -> None:
             f"scheduling.chunk_size ({scheduling.chunk_size}), or no chunk fits a step",
             key="scheduling.max_num_batched_tokens",
         )
+    if scheduling.max_num_seqs > scheduling.max_num_batched_tokens:
+        raise ConfigError(
+            f"scheduling.max_num_seqs is {scheduling.max_num_seqs}, more than scheduling.max_num_batched_tokens "
+            f"({scheduling.max_num_batched_tokens}): a step has no token for each sequence of such a batch; lower the "
+            "one, or raise the other",
+            key="scheduling.max_num_seqs",
+        )
     for name, value in (("disk_path", config.cache.disk_path), ("host_bytes", config.cache.host_bytes)):
         if value and not config.cache.prefix_cache:
             raise ConfigError(
@@ -623,6 +634,12 @@ def _check_relations(config: Config) -> None:
             f"and a decode worker {config.pools.decode.gpus:g}: none can take the other's place; give both as many, "
             "or set pools.flexible to 0",
             key="pools.flexible",
+        )
+    if (endpoint := config.tracing.otlp_endpoint) and not _COLLECTOR.fullmatch(endpoint):
+        raise ConfigError(
+            f"tracing.otlp_endpoint is {endpoint!r}, to which nothing can be sent; write it with its scheme, as "
+            "http://collector:4318",
+            key="tracing.otlp_endpoint",
         )
     for origin in config.http.cors_origins:
         if origin != "*" and not _ORIGIN.fullmatch(origin):

@@ -30,7 +30,7 @@ def setup_logging(config: LoggingConfig, process: str) -> None:
     `process` is on every line, e.g. "router" or "decode-0". Calling again replaces the set-up.
     """
     if config.directory:
-        directory = Path(config.directory)
+        directory = Path(config.directory).expanduser()
         directory.mkdir(parents=True, exist_ok=True)
         handler: logging.Handler = logging.FileHandler(directory / f"{process}.log", encoding="utf-8")
         is_console = config.format == "console"

@@ -12,10 +12,16 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from tandem.core.identity import WORKER_ROLES
+
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 _FAST_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _SLOW_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+#: How a request may end.
+OUTCOMES = ("finished", "cancelled", "deadline", "overloaded", "rate_limited", "no_worker", "invalid", "failed")
 
 
 class RouterMetrics:
@@ -145,6 +151,12 @@ class RouterMetrics:
         self.writers_suspected = counter(
             "tandem_writers_suspected_total", "Writers that decode workers found silent beyond lease and grace"
         )
+        # A series that begins with its first event hides it: Prometheus sees no increase from nothing to 1.
+        for outcome in OUTCOMES:
+            self.requests.labels(outcome)
+        for role in WORKER_ROLES:
+            self.workers_lost.labels(role)
+            self.worker_deaths.labels(role)
 
     def exposition(self, router: str = "") -> bytes:
         """All metrics in Prometheus' text format; its type is `CONTENT_TYPE`.

@@ -61,7 +61,12 @@ def guess_rows(*, on_cpu: bool, widens: bool) -> int:
 
 def max_num_seqs(config: Config, num_slots: int) -> int:
     """Sequences in a batch, at most. `num_slots`: tokens for which the worker's pages have room."""
-    return config.scheduling.max_num_seqs or max(FEWEST_SEQS, min(MOST_SEQS, num_slots // _TOKENS_OF_A_SEQ))
+    scheduling = config.scheduling
+    if scheduling.max_num_seqs:
+        return scheduling.max_num_seqs
+    # With more of them than a step has tokens, those at the end would get none until others have ended.
+    by_room = max(FEWEST_SEQS, min(MOST_SEQS, num_slots // _TOKENS_OF_A_SEQ))
+    return min(by_room, scheduling.max_num_batched_tokens)
 
 
 def scheduler_limits(config: Config, site: Site, num_slots: int, window: int = 0) -> SchedulerLimits:

@@ -14,6 +14,9 @@ import httpx
 import pytest
 import yaml
 
+from router.lifecycle.serve import outcome_of
+from tandem.core.errors import error_class
+from tandem.core.metrics import OUTCOMES, RouterMetrics
 from tests.support.ports import free_port
 from tests.support.router_site import Site, opened_site, write_checkpoint
 from tests.support.waiting import nothing, wait_until
@@ -58,6 +61,16 @@ def test_every_metric_of_the_board_and_the_rules_is_exported(site: Site) -> None
     used = set(re.findall(r"tandem_\w+", " ".join([*board_queries(), *alert_queries()])))
     assert used - known == set()
     assert len(used) > 25
+
+
+def test_what_alerts_count_is_exported_before_it_happens() -> None:
+    """Prometheus sees no increase where a series begins: the first deaths, and a burst of failures, would be missed."""
+    shown = set(RouterMetrics().exposition().decode().splitlines())
+    for role in ("prefill", "decode"):
+        assert f'tandem_worker_deaths_total{{role="{role}"}} 0.0' in shown
+    codes = ["cancelled", "deadline", "overloaded", "rate_limit_exceeded", "no_worker", "invalid_request", "internal"]
+    assert {outcome_of(error_class(code)("x")) for code in codes} | {"finished"} == set(OUTCOMES)
+    assert {f'tandem_requests_total{{outcome="{outcome}"}} 0.0' for outcome in OUTCOMES} <= shown
 
 
 def test_what_every_router_tells_of_workers_is_counted_once() -> None:
@@ -179,6 +192,12 @@ def test_rules_fire_when_they_should(tmp_path: Path) -> None:
         case(
             {ended % "finished": "0+90x40", ended % "failed": "0+10x40"}, "TandemRequestsFail", {"severity": "critical"}
         ),
+        case(
+            {ended % "finished": "0+90x40", ended % "no_worker": "0+10x40"},
+            "TandemRequestsFail",
+            {"severity": "critical"},
+        ),
+        case({ended % "finished": "0+90x40", ended % "deadline": "0+10x40"}, "TandemRequestsFail"),
         case(
             {ended % "finished": "0+90x40", ended % "overloaded": "0+10x40"},
             "TandemOverloaded",

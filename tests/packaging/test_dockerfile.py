@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -57,3 +58,9 @@ def test_what_the_dockerfile_copies_is_all_of_it_that_the_repository_has() -> No
     for source in sources:
         copied = {str(path.relative_to(ROOT)) for path, _ in context.files_of(source)}
         assert copied == {name for name in tracked if name == source or name.startswith(f"{source}/")}, source
+
+
+@pytest.mark.parametrize("page", ["Dockerfile", "docs/deploy.md", "docs/security.md"])
+def test_no_command_that_is_shown_has_a_key_on_its_line(page: str) -> None:
+    """Whoever lists processes would see it."""
+    assert not re.search(r"-e \S+_KEYS?=", (ROOT / page).read_text())

@@ -20,6 +20,7 @@ import tandem
 from kvtransfer.interface import find_interface
 from router.http.auth import ApiKeys, check_exposure, digests_of_variable
 from tandem.cluster.checks.certificates import check_certificates
+from tandem.cluster.checks.directories import check_writable
 from tandem.cluster.checks.draft import check_draft, draft_bytes, weight_bytes
 from tandem.cluster.checks.finding import Finding
 from tandem.cluster.checks.host import Host, human_bytes
@@ -27,9 +28,11 @@ from tandem.cluster.checks.port import check_port
 from tandem.cluster.checks.tiers import check_tiers
 from tandem.core.clock import MonotonicClock
 from tandem.core.config import (
+    BatchesConfig,
     CacheConfig,
     Config,
     HttpConfig,
+    LoggingConfig,
     MetricsConfig,
     ModelConfig,
     PoolConfig,
@@ -48,6 +51,7 @@ from tandem.rpc.security import is_loopback
 WORKER_OVERHEAD_BYTES = 600 << 20
 """What a worker process takes beside weights and pages: interpreter, torch, Ray, activations."""
 
+_EXPORTER_MODULE = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 _TRANSPORT_MODULES = {"ucx": ("nixl_cu12", "nixl-cu12"), "nccl": ("torch", "torch")}
 
 
@@ -87,6 +91,8 @@ class Preflight:
             ("api keys", self.check_api_keys),
             ("transport", self.check_transport),
             ("network", self.check_network),
+            ("directories", self.check_directories),
+            ("tracing", self.check_tracing),
             ("certificates", lambda: check_certificates(self._security, local=self.local)),
             ("model", self.check_model),
             ("pages", self.check_cache_dtype),
@@ -129,6 +135,8 @@ class Preflight:
                 http=self._http,
                 cache=self._cache,
                 metrics=self._metrics,
+                logging=self._logging,
+                batches=self._batches,
                 speculation=self._speculation,
             ),
             facts=self.facts,
@@ -208,6 +216,33 @@ class Preflight:
             if self.local:
                 raise
             return Finding("network", "warn", error.message, "the hosts of the workers need it")
+
+    def check_directories(self) -> Finding:
+        """What logs, batches and step logs are written to: made by the processes that write there."""
+        places = {"logging.directory": self._logging.directory, "batches.directory": self._batches.directory}
+        places["metrics.step_log"] = self._metrics.step_log
+        named = {key: Path(place) for key, place in places.items() if place}
+        if self.local:
+            for key, path in named.items():
+                check_writable(path, key)
+        return Finding("directories", "ok", ", ".join(map(str, named.values())) or "none but Ray's own")
+
+    def check_tracing(self) -> Finding:
+        """Whether the router of this host can send spans."""
+        endpoint = self.config.tracing.otlp_endpoint
+        if not endpoint:
+            return Finding("tracing", "ok", "off")
+        try:
+            has_exporter = importlib.util.find_spec(_EXPORTER_MODULE) is not None
+        except ModuleNotFoundError:  # a package above it
+            has_exporter = False
+        if not has_exporter:
+            raise ConfigError(
+                f"tracing.otlp_endpoint is {endpoint}, but the packages that send there are not installed; "
+                "pip install 'tandem-serving[otel]', or leave it out",
+                key="tracing.otlp_endpoint",
+            )
+        return Finding("tracing", "ok", f"{self.config.tracing.sample:.0%} of the requests, to {endpoint}")
 
     def check_model(self) -> Finding:
         facts, dtype = self.facts, self.dtype
@@ -294,7 +329,7 @@ class Preflight:
             fixed += sum(pool.most * self._kv_bytes(role) for role, pool in self._pools.items())
         if fixed > free:
             raise ConfigError(
-                f"{workers} workers need {human_bytes(fixed)} for weights and processes, {human_bytes(free)} are free; "
+                f"{workers} workers need {human_bytes(fixed)} for {self._fixed_words}, {human_bytes(free)} are free; "
                 "start fewer workers (--prefill, --decode), free memory, or choose a smaller model",
                 key="pools",
             )
@@ -306,7 +341,7 @@ class Preflight:
             most = max(0, (free - fixed) // workers)
             raise ConfigError(
                 f"cache.memory_bytes is {pages} ({human_bytes(pages)}) for each of {workers} workers; with "
-                f"{human_bytes(fixed)} for weights and processes that is more than the {human_bytes(free)} that are "
+                f"{human_bytes(fixed)} for {self._fixed_words} that is more than the {human_bytes(free)} that are "
                 f"free; set it to at most {most}, or to 0 to let cache.memory_share decide",
                 key="cache.memory_bytes",
             )
@@ -409,12 +444,7 @@ class Preflight:
         model = self.config.model
         if not model.time_model:
             return model
-        path = Path(model.time_model).expanduser()
-        if not self.local and not path.is_absolute():  # the nodes' working directories differ
-            raise ConfigError(
-                f"model.time_model is {path}; give an absolute path, the same on every node", key="model.time_model"
-            )
-        return dataclasses.replace(model, time_model=str(path.absolute() if self.local else path))
+        return dataclasses.replace(model, time_model=self._on_each_node(model.time_model, "model.time_model"))
 
     @property
     def _metrics(self) -> MetricsConfig:
@@ -422,12 +452,30 @@ class Preflight:
         metrics = self.config.metrics
         if not metrics.step_log:
             return metrics
-        path = Path(metrics.step_log).expanduser()
+        return dataclasses.replace(metrics, step_log=self._on_each_node(metrics.step_log, "metrics.step_log"))
+
+    @property
+    def _logging(self) -> LoggingConfig:
+        """With the directory of logs as all processes, and `tandem logs`, need it."""
+        logging = self.config.logging
+        if not logging.directory:
+            return logging
+        return dataclasses.replace(logging, directory=self._on_each_node(logging.directory, "logging.directory"))
+
+    @property
+    def _batches(self) -> BatchesConfig:
+        """With their directory as routers need it."""
+        batches = self.config.batches
+        if not batches.directory:
+            return batches
+        return dataclasses.replace(batches, directory=self._on_each_node(batches.directory, "batches.directory"))
+
+    def _on_each_node(self, place: str, key: str) -> str:
+        """A path as the cluster's processes need it, whose working directories differ. Raises `ConfigError`."""
+        path = Path(place).expanduser()
         if not self.local and not path.is_absolute():
-            raise ConfigError(
-                f"metrics.step_log is {path}; give an absolute path, the same on every node", key="metrics.step_log"
-            )
-        return dataclasses.replace(metrics, step_log=str(path.absolute() if self.local else path))
+            raise ConfigError(f"{key} is {path}; give an absolute path, the same on every node", key=key)
+        return str(path.absolute())
 
     @property
     def _cache(self) -> CacheConfig:
@@ -476,8 +524,12 @@ class Preflight:
 
     def fixed_bytes(self, num_workers: Mapping[Role, int]) -> int:
         """What so many workers take of their host's memory beside their pages."""
-        each = self.weight_bytes + WORKER_OVERHEAD_BYTES
+        each = self.weight_bytes + WORKER_OVERHEAD_BYTES + self.config.cache.host_bytes
         return sum(num_workers.values()) * each + num_workers.get(Role.DECODE, 0) * self._draft_bytes
+
+    @property
+    def _fixed_words(self) -> str:
+        return "weights, cache.host_bytes and processes" if self.config.cache.host_bytes else "weights and processes"
 
     def _kv_bytes(self, role: Role) -> int:
         """Bytes of pages for one worker; 0: its own node decides (GPU memory, or other hosts)."""

@@ -7,6 +7,7 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import ray
 
 from tandem.cluster.checks.host import this_host
@@ -15,6 +16,9 @@ from tandem.cluster.supervisor.nodes import Node
 from tandem.core.config import Config
 from tandem.core.errors import ConfigError
 from tandem.core.identity import WORKER_ROLES, Role
+
+_WORKER_TITLE = "ray::WorkerActor"
+"""How Ray names the processes of workers."""
 
 
 def threads_for(role: Role) -> int:
@@ -60,7 +64,8 @@ def kv_bytes_here(config: Config, role: Role, model_dir: Path) -> int:
         places = {role: int(resources.get(role, 0.0)) for role in WORKER_ROLES}
         places[role] = max(1, places[role])
         fixed = check.fixed_bytes(places)
-        share = share_of_memory(config, check.host.available_bytes, fixed, sum(places.values()))
+        free_at_start = check.host.available_bytes + held_by_workers(psutil.Process(os.getppid()))
+        share = share_of_memory(config, free_at_start, fixed, sum(places.values()))
     if share <= 0:
         raise ConfigError(
             "no memory is left for KV pages on this node beside the weights; use a smaller model or dtype, "
@@ -68,6 +73,20 @@ def kv_bytes_here(config: Config, role: Role, model_dir: Path) -> int:
             key="cache.memory_bytes",
         )
     return share
+
+
+def held_by_workers(raylet: psutil.Process) -> int:
+    """Bytes that the node's workers hold already, this one among them: weights and pages that they share are counted
+    once. With what is free now it makes what was free before the first of them, so that a worker that starts later, or
+    again, gets as many pages as the others."""
+    held = 0
+    for process in raylet.children():
+        try:
+            if " ".join(process.cmdline()).startswith(_WORKER_TITLE):
+                held += process.memory_full_info().pss
+        except psutil.Error:  # it has ended meanwhile
+            continue
+    return held
 
 
 def num_places(resources: dict[str, float]) -> float:

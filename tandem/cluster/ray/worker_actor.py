@@ -8,6 +8,7 @@ import os
 import threading
 from concurrent import futures
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.cluster.ray.actor import ActorState, begin, model_dir_of, this_process, worker_host
@@ -125,7 +126,7 @@ class WorkerActor:
             worker_id=self._worker_id,
             incarnation=self._incarnation,
             model_dir=model_dir,
-            kv_bytes=spec.kv_bytes[self._role] or kv_bytes_here(spec.config, self._role, model_dir),
+            kv_bytes=bytes_of_pages(spec, self._role, model_dir, is_kept=self._engine is not None),
             num_threads=self._num_threads,
             host=worker_host(spec),
             device="cuda" if pool.gpus else "cpu",
@@ -133,6 +134,17 @@ class WorkerActor:
             core_shares=session_directory() / f"tandem-core-shares-{host_id().replace('/', '-')}",
         )
         return WorkerProcess(_worker_class(self._role), spec.config, place, self._engine)
+
+
+def bytes_of_pages(spec: ClusterSpec, role: Role, model_dir: Path, *, is_kept: bool) -> int:
+    """What a life takes for KV pages; 0 where it goes on with an engine that `is_kept`, whose pages fill what it had.
+
+    Raises:
+        ConfigError: nothing is left for pages.
+    """
+    if is_kept:
+        return 0
+    return spec.kv_bytes[role] or kv_bytes_here(spec.config, role, model_dir)
 
 
 def _worker_class(role: Role) -> type[Any]:

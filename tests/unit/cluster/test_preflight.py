@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,9 @@ BAD = [
     ({"cache": {"dtype": "int8"}, "pools": {"decode": {"gpus": 1}}}, "cache.dtype", "leave cache.dtype out"),
     ({"cache": {"host_bytes": 9 * GIB}}, "cache.host_bytes", "set it to at most"),
     ({"cache": {"disk_path": "/dev/null/pages"}}, "cache.disk_path", "name a directory"),
+    ({"logging": {"directory": "/dev/null/logs"}}, "logging.directory", "name a directory"),
+    ({"batches": {"directory": "/dev/null"}}, "batches.directory", "name a directory"),
+    ({"metrics": {"step_log": "/dev/null/steps"}}, "metrics.step_log", "name a directory"),
     ({"pools": {"prefill": {"workers": 40}}}, "pools", "start fewer workers"),
     ({"pools": {"prefill": {"max": 40}}}, "pools", "41 workers need"),
     ({"pools": {"decode": {"gpus": 1}}}, "pools.prefill.gpus", "set them to 0"),
@@ -122,11 +126,49 @@ def test_too_little_room_on_disk_is_a_warning(checkpoint: Path, free_port: int, 
     assert "cache.disk_bytes" in finding.remedy
 
 
+def test_copies_in_host_memory_are_no_room_for_pages(checkpoint: Path, free_port: int) -> None:
+    def pages(host_bytes: int) -> int:
+        cache = {"host_bytes": host_bytes, "memory_share": 0.5, "max_memory_bytes": 0}
+        return preflight(checkpoint, free_port, cache=cache).plan().kv_bytes[Role.DECODE]
+
+    assert pages(0) - pages(2 * GIB) == GIB, "of each of the two workers"
+    with pytest.raises(ConfigError, match=r"weights, cache\.host_bytes and processes"):
+        preflight(checkpoint, free_port, cache={"host_bytes": 8 * GIB}).check_memory()
+
+
 def test_on_other_hosts_the_directory_for_pages_is_absolute(checkpoint: Path, free_port: int) -> None:
     tree = {"model": {"path": str(checkpoint)}, "http": {"port": free_port}, "cache": {"disk_path": "pages"}}
     with pytest.raises(ConfigError, match="absolute") as caught:
         Preflight(from_dict(tree), HOST, local=False).check_tiers()
     assert caught.value.key == "cache.disk_path"
+
+
+PLACES = [("logging", "directory"), ("batches", "directory"), ("metrics", "step_log")]
+
+
+@pytest.mark.parametrize(("section", "name"), PLACES, ids=[section for section, _ in PLACES])
+def test_processes_find_a_directory_wherever_they_run(
+    checkpoint: Path, free_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for place, path in (("some/logs", tmp_path / "some/logs"), ("~/logs", tmp_path / "home/logs")):
+        checked = preflight(checkpoint, free_port, **{section: {name: place}})
+        assert str(path) in checked.check_directories().detail
+        assert getattr(getattr(checked.plan().config, section), name) == str(path)
+    tree = {"model": {"path": str(checkpoint)}, section: {name: "some/logs"}}
+    with pytest.raises(ConfigError, match="absolute") as caught:
+        Preflight(from_dict(tree), HOST, local=False).check_directories()
+    assert caught.value.key == f"{section}.{name}"
+
+
+def test_tracing_without_its_packages_is_refused_before_anything_starts(
+    checkpoint: Path, free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = preflight(checkpoint, free_port, tracing={"otlp_endpoint": "http://collector:4318"})
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)  # as where it is not installed
+    with pytest.raises(ConfigError, match="otel"):
+        checked.check_tracing()
 
 
 def test_a_port_in_use_is_named_with_a_remedy(checkpoint: Path, taken_port: int) -> None:

@@ -113,6 +113,8 @@ def test_whole_numbers_stand_for_numbers() -> None:
 def _values(leaf: Leaf) -> st.SearchStrategy[Any]:
     if leaf.path == "http.cors_origins":
         return st.lists(st.sampled_from(ORIGINS)).map(tuple)
+    if leaf.path == "tracing.otlp_endpoint":
+        return st.sampled_from(["", "http://collector:4318", "https://[::1]:4318/v1/traces"])
     if leaf.choices:
         return st.sampled_from(leaf.choices)
     least = leaf.minimum or 0
@@ -126,7 +128,7 @@ def _values(leaf: Leaf) -> st.SearchStrategy[Any]:
 
 _RELATED = {
     "cache.dtype", "cache.page_size", "cache.prefix_cache", "model.engine", "model.quantize", "model.time_model",
-    "scheduling.chunk_size", "scheduling.max_num_batched_tokens",
+    "scheduling.chunk_size", "scheduling.max_num_batched_tokens", "scheduling.max_num_seqs",
 }  # fmt: skip
 _RELATED |= {f"pools.{role}.{key}" for role in ("prefill", "decode") for key in ("workers", "min", "max")}
 
@@ -147,6 +149,7 @@ def configs(draw: st.DrawFn) -> Config:
     tree["cache"]["page_size"] = page_size
     tree["scheduling"]["chunk_size"] = chunk_size
     tree["scheduling"]["max_num_batched_tokens"] = chunk_size + draw(st.integers(0, 4096))
+    tree["scheduling"]["max_num_seqs"] = draw(st.integers(0, tree["scheduling"]["max_num_batched_tokens"]))
     if draw(st.booleans()):
         tree["model"] |= {"engine": "simulated", "time_model": draw(st.text(min_size=1))}
         tree["speculation"]["draft_model"] = ""
@@ -230,6 +233,12 @@ def test_unknown_key_is_answered_with_its_path_and_the_known_keys(tree: Any, pat
             "scheduling.max_num_batched_tokens",
             "at least scheduling.chunk_size (512)",
         ),
+        (
+            {"scheduling": {"max_num_batched_tokens": 512, "max_num_seqs": 513}},
+            "scheduling.max_num_seqs",
+            "more than scheduling.max_num_batched_tokens (512)",
+        ),
+        ({"tracing": {"otlp_endpoint": "collector:4318"}}, "tracing.otlp_endpoint", "http://collector:4318"),
         ({"cache": {"memory_share": 0.96}}, "cache.memory_share", "at most 0.95"),
         ({"transport": {"quarantine_cap": 1.01}}, "transport.quarantine_cap", "at most 1"),
         ({"http": {"port": 65536}}, "http.port", "at most 65535"),

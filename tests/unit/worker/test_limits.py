@@ -59,3 +59,8 @@ def test_a_batch_is_as_large_as_pages_allow_where_nothing_is_configured(
     config = from_dict({"scheduling": {"max_num_seqs": configured}})
     assert max_num_seqs(config, num_slots) == number
     assert scheduler_limits(config, Site(Role.DECODE, on_cpu=True), num_slots).max_num_seqs == number
+
+
+def test_a_step_has_a_token_for_each_sequence_of_a_batch() -> None:
+    config = from_dict({"scheduling": {"max_num_batched_tokens": 32, "chunk_size": 32}})
+    assert max_num_seqs(config, 10**6) == 32

@@ -11,7 +11,7 @@ from router.lifecycle.context import RouterContext
 from router.openai.grammar import AskedGrammar, of_schema, parts_of
 from router.openai.model_card import ModelCard
 from tandem.core.errors import InvalidRequestError, OverloadedError
-from tandem.core.grammar import CompiledGrammar
+from tandem.core.grammar_compiler import compile_grammar
 from tandem.core.tokenizer import Tokenizer
 from tandem.core.vocabulary import Vocabulary
 
@@ -97,7 +97,7 @@ class GrammarCheck:
         try:
             if isinstance(self._vocabulary, InvalidRequestError):
                 raise self._vocabulary
-            CompiledGrammar(asked.text, self._vocabulary.tokens).try_out()
+            compile_grammar(asked.text, self._vocabulary.tokens).try_out()
         except InvalidRequestError as error:
             return error.message
         return ""

@@ -10,10 +10,8 @@ text may come exactly where the output may end.
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from tandem.core.errors import InternalError, InvalidRequestError
 from tandem.core.sampling import TokenMask
@@ -21,11 +19,7 @@ from tandem.core.sampling import TokenMask
 if TYPE_CHECKING:
     import llguidance
 
-_T = TypeVar("_T")
-
 _MAX_ERROR_CHARS = 400
-# What compiling a grammar may take of the stack, in bytes; of its text each byte takes 500 at most, as far as is known.
-_STACK_PER_BYTE, _LEAST_STACK = 4096, 16 << 20
 # What llguidance advises, and what can be done here.
 _ADVICE = (
     "Enable 'coerce_one_of' option to approximate oneOf with anyOf",
@@ -59,7 +53,7 @@ def limits() -> llguidance.LLParserLimits:
 
 
 class CompiledGrammar:
-    """A grammar, ready for any number of outputs.
+    """A grammar, ready for any number of outputs. Texts that others write go through `tandem.core.grammar_compiler`.
 
     Attributes:
         first_mask: what an output may begin with.
@@ -70,8 +64,7 @@ class CompiledGrammar:
     def __init__(self, text: str, tokens: llguidance.LLTokenizer) -> None:
         """Raises `InvalidRequestError`: it is no grammar, is too complex, or nothing follows it."""
         self.is_worn = False
-        make = functools.partial(import_llguidance().LLMatcher, tokens, text, log_level=0, limits=limits())
-        self._matcher: llguidance.LLMatcher = _on_deep_stack(make, _STACK_PER_BYTE * len(text.encode()))
+        self._matcher: llguidance.LLMatcher = import_llguidance().LLMatcher(tokens, text, log_level=0, limits=limits())
         _check(self._matcher)
         self.first_mask: TokenMask = self._matcher.compute_bitmask()
         _check(self._matcher)
@@ -125,38 +118,6 @@ class Matcher:
         if self.inner.is_error():
             self._grammar.is_worn = True
         _check(self.inner)
-
-
-#: Held while it is set how much stack the threads have that start: that is the process's, and not one thread's.
-_starting = threading.Lock()
-
-
-def _on_deep_stack(call: Callable[[], _T], num_bytes: int) -> _T:
-    """What `call` returns or raises, in a thread with so much stack.
-
-    llguidance follows rules and references that lead to others by calls within calls. Where the stack ended before a
-    chain of them does, it would be the process that ends. Memory of a stack is had only once it is used.
-
-    Raises `InvalidRequestError`: there is not as much.
-    """
-    made: Future[_T] = Future()
-
-    def run() -> None:
-        try:
-            made.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - handed on
-            made.set_exception(error)
-
-    num_mib = max(num_bytes, _LEAST_STACK) >> 20
-    with _starting:
-        before = threading.stack_size(num_mib << 20)
-        try:
-            threading.Thread(target=run, name="grammar", daemon=True).start()
-        except RuntimeError as error:
-            raise InvalidRequestError("the grammar is too long to be compiled here") from error
-        finally:
-            threading.stack_size(before)
-    return made.result()
 
 
 def _check(matcher: llguidance.LLMatcher) -> None:

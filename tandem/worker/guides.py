@@ -19,6 +19,7 @@ import numpy as np
 
 from tandem.core.errors import InternalError, InvalidRequestError, TandemError
 from tandem.core.grammar import CompiledGrammar, Matcher, import_llguidance
+from tandem.core.grammar_compiler import compile_grammar
 from tandem.core.sampling import TokenMask
 from tandem.core.vocabulary import Vocabulary
 from tandem.worker.counters import WorkerCounters
@@ -108,7 +109,7 @@ class Guides:
             self._num_kept_chars -= len(grammar)
         if isinstance(self._vocabulary, TandemError):
             raise self._vocabulary
-        compiled = CompiledGrammar(grammar, self._vocabulary.tokens)
+        compiled = compile_grammar(grammar, self._vocabulary.tokens)
         self._kept[grammar] = compiled
         self._num_kept_chars += len(grammar)
         while len(self._kept) > _MAX_KEPT or (self._num_kept_chars > _MAX_KEPT_CHARS and len(self._kept) > 1):

@@ -15,6 +15,7 @@ from router.openai.grammar import AskedGrammar, of_choices, of_grammar, of_regex
 from tandem.core.config import LimitsConfig
 from tandem.core.errors import InvalidRequestError
 from tandem.core.grammar import CompiledGrammar
+from tandem.core.grammar_compiler import compile_grammar
 from tandem.core.model_path import resolve_model
 from tandem.core.tokenizer import Tokenizer
 from tandem.core.vocabulary import Vocabulary
@@ -35,7 +36,7 @@ def vocabulary() -> Vocabulary:
 
 
 def compiled(asked: AskedGrammar) -> CompiledGrammar:
-    return CompiledGrammar(asked.as_read(LIMITS).text, vocabulary().tokens)
+    return compile_grammar(asked.as_read(LIMITS).text, vocabulary().tokens)
 
 
 def is_in(mask: bytes, token_id: int) -> bool:

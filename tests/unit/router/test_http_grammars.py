@@ -125,7 +125,7 @@ def test_who_asks_for_too_many_new_grammars_at_once_is_told_to_wait_and_others_a
         assert opened.wait(20)
         return CompiledGrammar(text, tokens)
 
-    monkeypatch.setattr(grammars, "CompiledGrammar", held)
+    monkeypatch.setattr(grammars, "compile_grammar", held)
     monkeypatch.setattr(grammars, "_MAX_WAITING", 2)
     with ThreadPoolExecutor(4) as pool:
         try:
@@ -153,7 +153,7 @@ def test_many_requests_at_once_with_the_same_new_grammar_wait_for_one_compilatio
         assert opened.wait(20)
         return CompiledGrammar(text, tokens)
 
-    monkeypatch.setattr(grammars, "CompiledGrammar", held)
+    monkeypatch.setattr(grammars, "compile_grammar", held)
     monkeypatch.setattr(grammars, "_MAX_WAITING", 2)
     monkeypatch.setattr(grammars.GrammarCheck, "check", counted)
     with ThreadPoolExecutor(8) as pool:

@@ -50,7 +50,7 @@ def test_equal_grammars_are_compiled_once_and_few_are_kept(
         compiled.append(text)
         return CompiledGrammar(text, tokens)
 
-    monkeypatch.setattr(module, "CompiledGrammar", counted)
+    monkeypatch.setattr(module, "compile_grammar", counted)
     monkeypatch.setattr(module, "_MAX_KEPT", 2)
     for text in ("a", "a", "b", "a", "c", "a", "b"):
         assert len(prepared(guides, inbox, regex(text), [])) == 1

@@ -20,7 +20,6 @@ import tandem
 from kvtransfer.interface import find_interface
 from router.http.auth import ApiKeys, check_exposure, digests_of_variable
 from tandem.cluster.checks.certificates import check_certificates
-from tandem.cluster.checks.directories import check_writable
 from tandem.cluster.checks.draft import check_draft, draft_bytes, weight_bytes
 from tandem.cluster.checks.finding import Finding
 from tandem.cluster.checks.host import Host, human_bytes
@@ -45,6 +44,7 @@ from tandem.core.model_path import ModelFacts, read_facts, resolve_model, shown_
 from tandem.core.pooling import read_pooling
 from tandem.core.time_model import SIMULATED_TOKEN_BYTES, TimeModel, read_time_model
 from tandem.core.version import DISTRIBUTION, TOP_LEVEL_NAMES, version
+from tandem.core.writable import check_writable_directory
 from tandem.engine.quantized.scheme import read_scheme
 from tandem.rpc.security import is_loopback
 
@@ -224,7 +224,7 @@ class Preflight:
         named = {key: Path(place) for key, place in places.items() if place}
         if self.local:
             for key, path in named.items():
-                check_writable(path, key)
+                check_writable_directory(path, key)
         return Finding("directories", "ok", ", ".join(map(str, named.values())) or "none but Ray's own")
 
     def check_tracing(self) -> Finding:

@@ -150,7 +150,7 @@ def check_allowed(site: Site, schema: schemathesis.BaseSchema, path: str) -> Non
     for case in boundary_cases(schema, path, "POST", GenerationMode.POSITIVE):
         allowed(case)
     bounded(given(case=schema[path]["POST"].as_strategy(generation_mode=GenerationMode.POSITIVE))(allowed))()
-    assert statuses.count(200) >= 20, "hardly a case was served: the test shows little"
+    assert statuses.count(200) >= 12, "hardly a case was served: the test shows little"
 
 
 def check_answer(site: Site, path: str, body: Any, text: str) -> None:

@@ -15,10 +15,11 @@ from pathlib import Path
 import psutil
 
 import tandem
-from tandem.bench.child_process import free_port, log_tail, start_child, stop_child
+from tandem.bench.child_process import log_tail, start_child, stop_child
 from tandem.bench.load.http_client import LoadClient
 from tandem.bench.process_watch import cpu_s
 from tandem.core.errors import TandemError
+from tandem.core.ports import free_port
 
 _PACKAGE = Path(tandem.__file__).parent
 _OK = 200

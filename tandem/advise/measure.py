@@ -23,7 +23,6 @@ from rich.console import Console
 
 from tandem.advise.clusters import Cluster
 from tandem.advise.verdict import RunFigures
-from tandem.bench.child_process import free_port
 from tandem.bench.load.records import Slo
 from tandem.bench.load.traces import Cut
 from tandem.bench.machine import now
@@ -36,6 +35,7 @@ from tandem.bench.server_process import Command, running
 from tandem.bench.session import Session, Shape, Target, Workload
 from tandem.core.config import Config, to_dict
 from tandem.core.errors import ConfigError
+from tandem.core.ports import free_port
 
 _QUIET_S = 2.0  # for how long it is measured what others do before a run
 

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -57,10 +56,3 @@ def log_tail(log: Path) -> str:
     """The last lines, and where there are more."""
     lines = log.read_text(errors="replace").splitlines()[-_SHOWN_LINES:]
     return f"the end of {log}:\n" + "\n".join(lines)
-
-
-def free_port() -> int:
-    """A TCP port of this host that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

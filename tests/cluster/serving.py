@@ -19,8 +19,8 @@ import httpx
 import psutil
 import pytest
 
+from tandem.core.ports import free_port
 from tests.scenarios.client import events
-from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parent.parent.parent

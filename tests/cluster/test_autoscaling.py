@@ -13,7 +13,7 @@ import pytest
 from serving import Rays, Serve
 
 from tandem.cluster.certs import make_certificates
-from tests.support.ports import free_port
+from tandem.core.ports import free_port
 from tests.support.waiting import wait_until
 
 # Seven nodes and as many workers: more than two cores start in a moment.

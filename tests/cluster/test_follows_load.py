@@ -12,7 +12,7 @@ import httpx
 import pytest
 from serving import CACHE_BYTES, Clients, Rays, Serve
 
-from tests.support.ports import free_port
+from tandem.core.ports import free_port
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.processes]

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from serving import Rays, Serve
 
-from tests.support.ports import free_port
+from tandem.core.ports import free_port
 from tests.support.waiting import nothing, wait_until
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.faults]

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from serving import Rays, Serve
 
-from tests.support.ports import free_port
+from tandem.core.ports import free_port
 
 pytestmark = pytest.mark.timeout(240)
 

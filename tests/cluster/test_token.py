@@ -15,8 +15,8 @@ import psutil
 import pytest
 from serving import RAY, Rays
 
+from tandem.core.ports import free_port
 from tandem.rpc.security import is_loopback
-from tests.support.ports import free_port
 
 pytestmark = pytest.mark.timeout(240)
 

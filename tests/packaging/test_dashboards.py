@@ -17,7 +17,7 @@ import yaml
 from router.lifecycle.serve import outcome_of
 from tandem.core.errors import error_class
 from tandem.core.metrics import OUTCOMES, RouterMetrics
-from tests.support.ports import free_port
+from tandem.core.ports import free_port
 from tests.support.router_site import Site, opened_site, write_checkpoint
 from tests.support.waiting import nothing, wait_until
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tandem.core.ports import free_port
 from tests.support import kernels
-from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TOP_LEVEL = {"tandem", "router", "prefill_worker", "decode_worker", "kvtransfer"}

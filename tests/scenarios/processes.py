@@ -19,11 +19,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tandem.core.fault_points import VARIABLE
 from tandem.core.model_path import resolve_model
+from tandem.core.ports import free_port
 from tandem.rpc.channel import make_channel
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import control_pb2, control_pb2_grpc
 from tests.support import fork_server
-from tests.support.ports import free_port
 from tests.support.waiting import nothing, wait_until
 
 START_TIMEOUT_S = 120.0

@@ -18,8 +18,8 @@ from typing import Any
 import httpx
 import psutil
 
+from tandem.core.ports import free_port
 from tandem.rpc.v1.control_pb2 import DrainRouterReply, DrainRouterRequest, OtherRouter, StopRouterRequest
-from tests.support.ports import free_port
 from tests.support.scripted_pool import ScriptedPool
 from tests.support.scripted_worker import ScriptedDecode, ScriptedPrefill
 from tests.support.waiting import wait_until

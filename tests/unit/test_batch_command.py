@@ -19,7 +19,7 @@ from tandem.batch.requests import read_answers, read_requests
 from tandem.batch.server import Server
 from tandem.cli import main
 from tandem.core.errors import ConfigError, NotRunningError
-from tests.support.ports import free_port
+from tandem.core.ports import free_port
 from tests.support.router_site import EOS, Site, opened_site, write_checkpoint
 from tests.support.waiting import LONG_S
 

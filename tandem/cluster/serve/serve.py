@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
@@ -37,6 +36,7 @@ from tandem.core.arguments import PoolSizes
 from tandem.core.config import Config, PoolConfig
 from tandem.core.errors import ConfigError, ForbiddenError, InternalError, TandemError, WorkerLostError
 from tandem.core.identity import Role
+from tandem.core.ports import free_port
 from tandem.core.version import version
 from tandem.engine.quantized.scheme import read_scheme
 from tandem.rpc.channel import make_channel
@@ -173,7 +173,7 @@ class Serving:
             kv_bytes=plan.kv_bytes,
             num_threads=plan.num_threads,
             local=self._local,
-            control_port=_free_port(),
+            control_port=free_port(),  # the supervisor keeps it for all its lives
             node_id=home.node_id,
             ray_address=home.address,
             log_directory=plan.config.logging.directory or (home.log_directory if self._local else ""),
@@ -403,10 +403,3 @@ class Serving:
 def _sizes(pool: PoolConfig) -> str:
     """Workers of a pool, as `--prefill` takes them."""
     return str(PoolSizes(pool.least, pool.most))
-
-
-def _free_port() -> int:
-    """A TCP port that nobody uses now; the supervisor keeps it for all its lives."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

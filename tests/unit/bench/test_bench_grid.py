@@ -23,7 +23,7 @@ from benchmarks.peers import run
 from benchmarks.peers.servers import Contestant, Place
 from benchmarks.peers.turns import read
 from tandem.bench.server_process import Command
-from tests.support.ports import free_port
+from tandem.core.ports import free_port
 
 PEER_PROCESS = Path(__file__).with_name("peer_process.py")
 

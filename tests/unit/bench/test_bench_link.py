@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import __main__ as benchmarks
 from benchmarks.link.sender import LAYOUTS, Measured
-from tests.support.ports import free_port
+from tandem.core.ports import free_port
 
 SECRET = "TANDEM_LINK_SECRET"
 

@@ -35,7 +35,7 @@ from tandem.bench import child_process
 from tandem.bench.load.trace_entry import TraceEntry
 from tandem.bench.server_process import Command, running
 from tandem.core.errors import ConfigError, TandemError
-from tests.support.ports import free_port
+from tandem.core.ports import free_port
 
 REPOSITORY = Path(__file__).parents[3]
 PEER_PROCESS = Path(__file__).with_name("peer_process.py")

@@ -18,6 +18,7 @@ from tandem.cluster.checks.draft import draft_bytes
 from tandem.cluster.checks.host import Host, human_bytes, this_host
 from tandem.cluster.checks.preflight import WORKER_OVERHEAD_BYTES, Plan, Preflight, check_room, share_of_gpu
 from tandem.cluster.serve.banner import ready_banner
+from tandem.core import ports
 from tandem.core.config import from_dict, load
 from tandem.core.errors import ConfigError, ModelLoadError, TandemError, UnsupportedModelError
 from tandem.core.identity import Role
@@ -25,7 +26,6 @@ from tandem.core.model_path import TensorHead, read_facts, resolve_model
 from tandem.engine.quantized.scheme import read_scheme
 from tandem.engine.quantized.shapes import loaded_bytes
 from tandem.engine.random_model import make_tokenizer
-from tests.support import ports
 from tests.support.pooling_models import write_modules
 
 GIB = 1 << 30

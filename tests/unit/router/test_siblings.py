@@ -25,8 +25,8 @@ from router.http.siblings import Siblings
 from router.server import RouterServer
 from tandem.core import config as configuration
 from tandem.core.errors import ConfigError
+from tandem.core.ports import free_port
 from tandem.rpc.v1.control_pb2 import DrainRouterRequest
-from tests.support.ports import free_port
 from tests.support.scripted_pool import ScriptedPool
 from tests.support.scripted_worker import ScriptedDecode, ScriptedPrefill
 from tests.support.shared_port import BODY, SharedPort, SteadyLoad

@@ -17,7 +17,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict, Unpack
 
 from kvtransfer.doorbell import Doorbell
 from kvtransfer.extents import Descriptor, PageArea
@@ -37,13 +37,25 @@ class Expectation:
     area: PageArea | None
 
 
+class Place(TypedDict, total=False):
+    """Where a transport works; what every implementation is told beside its name.
+
+    Attributes:
+        host: this host's address, as peers reach it; by default they are on this host.
+        interface: the one that carries pages; `None`: the library chooses.
+        timeout_s: bounds each step in which the library blocks, if there is one.
+    """
+
+    host: str
+    interface: Interface | None
+    timeout_s: float
+
+
 class Transport(ABC):
     """One worker's end of the KV plane.
 
     The constructor of every implementation begins with `agent_name`, which must be new for each incarnation of a
-    worker: peers refuse a restarted one under an old name. `host` is this host's address, as peers reach it.
-    `interface` is the one that carries pages; `None`: the library chooses. `timeout_s` bounds each step in which the
-    library blocks, if there is one.
+    worker: peers refuse a restarted one under an old name.
 
     Attributes:
         doorbell: rung when it is worth polling at once.
@@ -56,13 +68,11 @@ class Transport(ABC):
     carries_messages: ClassVar[bool] = False  # whether there is `send`
     greets: ClassVar[bool] = False  # whether there is `greet`
 
-    def __init__(
-        self, agent_name: str, host: str, interface: Interface | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
-    ) -> None:
+    def __init__(self, agent_name: str, **place: Unpack[Place]) -> None:
         self.agent_name = agent_name
-        self.interface = interface
-        self.timeout_s = timeout_s
-        self.doorbell = Doorbell(host)
+        self.interface = place.get("interface")
+        self.timeout_s = place.get("timeout_s", DEFAULT_TIMEOUT_S)
+        self.doorbell = Doorbell(place.get("host", "127.0.0.1"))
         self._peers = PeerBook(self.name, agent_name)
         # Peers to which the connection is broken: nothing is posted. Invariant: `_hung_up` is a part of it.
         self._broken: set[PeerId] = set()

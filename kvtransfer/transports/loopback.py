@@ -10,11 +10,10 @@ import ctypes
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 from kvtransfer.extents import Descriptor
-from kvtransfer.interface import Interface
-from kvtransfer.transports.base import DEFAULT_TIMEOUT_S, Transport
+from kvtransfer.transports.base import Place, Transport
 from kvtransfer.transports.envelope import Envelope
 from kvtransfer.transports.events import (
     GreetingArrived,
@@ -154,13 +153,11 @@ class LoopbackTransport(Transport):
         self,
         agent_name: str,
         *,
-        host: str = "127.0.0.1",
-        interface: Interface | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
         network: LoopbackNetwork | None = None,
         faults: FaultPlan | None = None,
+        **place: Unpack[Place],
     ) -> None:
-        super().__init__(agent_name, host, interface, timeout_s)
+        super().__init__(agent_name, **place)
         self.faults = faults or FaultPlan()
         self._network = network or _DEFAULT_NETWORK
         self._pending: list[_Pending] = []

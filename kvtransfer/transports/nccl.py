@@ -20,14 +20,13 @@ import os
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public by documentation
 
 from kvtransfer.extents import Descriptor, PageArea
-from kvtransfer.interface import Interface
-from kvtransfer.transports.base import DEFAULT_TIMEOUT_S, Transport
+from kvtransfer.transports.base import Place, Transport
 from kvtransfer.transports.envelope import Envelope
 from kvtransfer.transports.events import PeerId, TransportEvent, WriteCompleted, WriteFailed, WriteHandle
 from kvtransfer.transports.pairs import PairReader, PairWriter, QueuedWrite, Side, translated
@@ -46,24 +45,17 @@ class NcclTransport(Transport):
 
     name: ClassVar[str] = "nccl"
 
-    def __init__(
-        self,
-        agent_name: str,
-        *,
-        host: str = "127.0.0.1",
-        interface: Interface | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        frame_bytes: int = 16 << 20,
-    ) -> None:
-        super().__init__(agent_name, host, interface, timeout_s)
-        if interface is not None:  # gloo listens on `host`
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface.name}")
-            rdma = interface.devices()[1:]
+    def __init__(self, agent_name: str, *, frame_bytes: int = 16 << 20, **place: Unpack[Place]) -> None:
+        super().__init__(agent_name, **place)
+        host = self.doorbell.host
+        if self.interface is not None:  # gloo listens on `host`
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={self.interface.name}")
+            rdma = self.interface.devices()[1:]
             os.environ.setdefault(*(("NCCL_IB_HCA", "=" + ",".join(rdma)) if rdma else ("NCCL_IB_DISABLE", "1")))
         self._frame_bytes = frame_bytes
         with translated(f"cannot serve a store on {host}"):
             self._store: TCPStore | None = TCPStore(
-                host, 0, None, True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+                host, 0, None, True, timeout=timedelta(seconds=self.timeout_s), wait_for_workers=False
             )
         self._stores: dict[str, tuple[str, int]] = {}  # by peer: where its store listens
         self._gpus: dict[str, str] = {}  # by peer: which it has its arena on; empty: none

@@ -29,13 +29,12 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import numpy as np
 
 from kvtransfer.extents import Descriptor
-from kvtransfer.interface import Interface
-from kvtransfer.transports.base import DEFAULT_TIMEOUT_S, Transport
+from kvtransfer.transports.base import Place, Transport
 from kvtransfer.transports.envelope import Envelope
 from kvtransfer.transports.events import (
     GreetingArrived,
@@ -113,16 +112,9 @@ class UcxTransport(Transport):
     carries_messages: ClassVar[bool] = True
     greets: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        agent_name: str,
-        *,
-        host: str = "127.0.0.1",
-        interface: Interface | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-    ) -> None:
-        super().__init__(agent_name, host, interface, timeout_s)
-        networks = {"UCX_NET_DEVICES": ",".join(interface.devices())} if interface is not None else {}
+    def __init__(self, agent_name: str, **place: Unpack[Place]) -> None:
+        super().__init__(agent_name, **place)
+        networks = {"UCX_NET_DEVICES": ",".join(self.interface.devices())} if self.interface is not None else {}
         for key, value in (DEFAULT_ENVIRONMENT | networks).items():
             os.environ.setdefault(key, value)
         with _translated("cannot start NIXL"):

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -120,8 +120,10 @@ def _delete(server: Server, file_ids: Iterable[str]) -> None:
     """What was sent there and what has been read: a server keeps its files until somebody deletes them, and nobody else
     knows of these."""
     for file_id in file_ids:
-        with suppress(TandemError, ValueError):  # one that cannot be deleted changes nothing of the answers
+        try:
             server.ask("DELETE", f"/v1/files/{file_id}")
+        except (TandemError, ValueError) as error:  # that changes nothing of the answers
+            print(f"the server keeps the file {file_id}: {error}", file=sys.stderr)
 
 
 def _followed(server: Server, batch_id: str, note: Path, show: Show) -> Found:

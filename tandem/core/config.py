@@ -24,7 +24,6 @@ from tandem.core.errors import ConfigError
 
 EMBEDDED_MODEL = "embedded"
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*?#]+")
-
 _COLLECTOR = re.compile(r"https?://[^/\s]+\S*")
 
 MAX_POOL = 1024

@@ -16,19 +16,15 @@ _USUALLY_GIVEN = 32_768, 60_999
 _random = random.SystemRandom()  # whoever seeds the other one would choose as all that do
 
 
-def free_port(host: str = "") -> int:
+def free_port() -> int:
     """A TCP port of this host that nobody uses now, and that the kernel gives to nobody who asks for any port, as each
-    connection to elsewhere does: while its owner starts again, none of them takes it.
-
-    Args:
-        host: an address; empty: of all.
-    """
+    connection to elsewhere does: while its owner starts again, none of them takes it."""
     ports = _not_given()
     while True:
         port = _random.choice(ports)
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        with socket.socket() as probe:
             try:
-                probe.bind((host, port))
+                probe.bind(("", port))
             except OSError:  # somebody uses it
                 continue
         return port

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
+from typing import Any, TypeVar
 
 import tandem
 from kvtransfer.interface import find_interface
@@ -52,6 +53,8 @@ WORKER_OVERHEAD_BYTES = 600 << 20
 """What a worker process takes beside weights and pages: interpreter, torch, Ray, activations."""
 
 _EXPORTER_MODULE = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+_Section = TypeVar("_Section", ModelConfig, MetricsConfig, LoggingConfig, BatchesConfig)
+
 _TRANSPORT_MODULES = {"ucx": ("nixl_cu12", "nixl-cu12"), "nccl": ("torch", "torch")}
 
 
@@ -441,34 +444,29 @@ class Preflight:
     @property
     def _model(self) -> ModelConfig:
         """With the path of the time model as workers of this host need it."""
-        model = self.config.model
-        if not model.time_model:
-            return model
-        return dataclasses.replace(model, time_model=self._on_each_node(model.time_model, "model.time_model"))
+        return self._placed(self.config.model, "time_model", "model.time_model")
 
     @property
     def _metrics(self) -> MetricsConfig:
         """With the directory of step logs as workers of this host need it."""
-        metrics = self.config.metrics
-        if not metrics.step_log:
-            return metrics
-        return dataclasses.replace(metrics, step_log=self._on_each_node(metrics.step_log, "metrics.step_log"))
+        return self._placed(self.config.metrics, "step_log", "metrics.step_log")
 
     @property
     def _logging(self) -> LoggingConfig:
         """With the directory of logs as all processes, and `tandem logs`, need it."""
-        logging = self.config.logging
-        if not logging.directory:
-            return logging
-        return dataclasses.replace(logging, directory=self._on_each_node(logging.directory, "logging.directory"))
+        return self._placed(self.config.logging, "directory", "logging.directory")
 
     @property
     def _batches(self) -> BatchesConfig:
         """With their directory as routers need it."""
-        batches = self.config.batches
-        if not batches.directory:
-            return batches
-        return dataclasses.replace(batches, directory=self._on_each_node(batches.directory, "batches.directory"))
+        return self._placed(self.config.batches, "directory", "batches.directory")
+
+    def _placed(self, section: _Section, name: str, key: str) -> _Section:
+        """The section with its path `name`, if it has one, as the processes that use it need it."""
+        if not (place := getattr(section, name)):
+            return section
+        changed: dict[str, Any] = {name: self._on_each_node(place, key)}
+        return dataclasses.replace(section, **changed)
 
     def _on_each_node(self, place: str, key: str) -> str:
         """A path as the cluster's processes need it, whose working directories differ. Raises `ConfigError`."""

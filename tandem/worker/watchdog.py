@@ -15,6 +15,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 
+from tandem.core.clock_jump import ClockJump
+
 _log = logging.getLogger(__name__)
 
 EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
@@ -45,13 +47,13 @@ async def watch_threads(
         on_stuck: called with the thread's name and the seconds that it has been busy.
     """
     turn_s = max_busy_s / 4
-    looked_s = resumed_s = time.monotonic()
+    resumed_s = time.monotonic()
+    clock_jump = ClockJump(resumed_s, turn_s=turn_s, tolerance_s=turn_s)
     while True:
         await asyncio.sleep(turn_s)
         now_s = time.monotonic()
-        if now_s - looked_s > 2 * turn_s:
+        if clock_jump.look(now_s):
             resumed_s = now_s
-        looked_s = now_s
         for name, busy_s in find_stuck(threads, max_busy_s, resumed_s):
             on_stuck(name, busy_s)
 

@@ -14,7 +14,7 @@ import grpc
 
 from tandem.cluster.spec import SupervisorFace
 from tandem.cluster.statefile import listens
-from tandem.cluster.supervisor.clock_jump import ClockJump
+from tandem.core.clock_jump import ClockJump
 from tandem.core.pidfd import kill_exactly
 from tandem.rpc.v1 import supervisor_pb2
 

@@ -16,7 +16,6 @@ from typing import Any
 
 from tandem.cluster.supervisor import events as ev
 from tandem.cluster.supervisor.autoscale import Range
-from tandem.cluster.supervisor.clock_jump import ClockJump
 from tandem.cluster.supervisor.event_log import log_event, log_instruction
 from tandem.cluster.supervisor.handles import Launcher, Memory, ProcessHandle
 from tandem.cluster.supervisor.load_follower import Law, LoadFollower
@@ -28,6 +27,7 @@ from tandem.cluster.supervisor.router_monitor import FollowedRouter
 from tandem.cluster.supervisor.slots import Phase, Policy
 from tandem.cluster.supervisor.worker_monitor import FollowedWorker
 from tandem.core import fault_points
+from tandem.core.clock_jump import ClockJump
 from tandem.core.config import COLOCATED_RANGE, MAX_POOL
 from tandem.core.errors import ConfigError, TandemError
 from tandem.core.identity import WORKER_ROLES, Role

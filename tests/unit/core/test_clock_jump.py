@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.cluster.supervisor.clock_jump import ClockJump
+from tandem.core.clock_jump import ClockJump
 
 
 def test_looks_in_time_or_somewhat_late_say_nothing() -> None:

@@ -35,7 +35,10 @@ class Server:
     """Args: url: of the server; `/v1` at its end may be there or not."""
 
     def __init__(self, url: str) -> None:
-        parts = split_url(url if "//" in url else f"http://{url}")
+        try:
+            parts = split_url(url if "//" in url else f"http://{url}")
+        except ValueError as error:
+            raise ConfigError(f"{url!r} is no URL; write it like http://host:8000", key="--url") from error
         self.url = url.rstrip("/").removesuffix("/v1")
         self._parts = parts
         self._connection: http.client.HTTPConnection | None = None

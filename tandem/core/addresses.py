@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from urllib.parse import SplitResult, urlsplit
 
-from tandem.core.errors import ConfigError
-
 ANY_HOST = ("", "0.0.0.0", "::")
 """Listens on all addresses of a host, and is none by which others could reach it."""
 
@@ -36,11 +34,8 @@ def url_host(host: str) -> str:
 
 
 def split_url(url: str) -> SplitResult:
-    """Of a server that speaks HTTP, as `--url` names it; its `port` may be read. Raises `ConfigError`: it is none."""
-    try:
-        parts = urlsplit(url)
-        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:  # reading the port checks it
-            return parts
-    except ValueError:  # as the below
-        pass
-    raise ConfigError(f"{url!r} is no URL; write it like http://host:8000", key="--url")
+    """Of a server that speaks HTTP; its `port` may be read. Raises `ValueError`: it is no such URL."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:  # reading the port checks it
+        raise ValueError(f"{url!r} is no URL of a server")
+    return parts

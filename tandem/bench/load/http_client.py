@@ -17,6 +17,7 @@ from tandem.bench.load.http_answer import AnswerReader, MalformedAnswerError
 from tandem.bench.load.sse import EventParser
 from tandem.bench.load.stream_log import StreamLog
 from tandem.core.addresses import join_address, split_url
+from tandem.core.errors import ConfigError
 
 _CONNECT_S = 10.0
 _OK = 200
@@ -58,7 +59,12 @@ class LoadClient:
         Raises:
             ConfigError: `url` is no URL of HTTP.
         """
-        parts = split_url(url)
+        try:
+            parts = split_url(url)
+        except ValueError as error:
+            raise ConfigError(
+                f"{url!r} is no URL of a server; give one as http://127.0.0.1:8000", key="--url"
+            ) from error
         self.tls = ssl.create_default_context() if parts.scheme == "https" else None
         self.host = str(parts.hostname)
         self.port = parts.port or (443 if self.tls else 80)

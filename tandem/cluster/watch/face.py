@@ -23,7 +23,10 @@ class Face:
 
     def __init__(self, url: str) -> None:
         """Raises `ConfigError` for what is no URL."""
-        parts = split_url(url if "//" in url else f"http://{url}")
+        try:
+            parts = split_url(url if "//" in url else f"http://{url}")
+        except ValueError as error:
+            raise ConfigError(f"{url!r} is no URL; write it like http://host:8000", key="--url") from error
         self.url = url.rstrip("/")
         self._parts = parts
 

@@ -16,6 +16,10 @@ SOAK_MINUTES ?= 10
 ARGS   ?=
 
 BIN := $(VENV)/bin
+
+# Images of containers often forbid Python to keep what it compiles. Tests start hundreds of processes.
+export PYTHONDONTWRITEBYTECODE :=
+
 # The stamp carries TORCH in its name (less what a file name cannot hold), so that another choice installs anew.
 empty :=
 STAMP := $(VENV)/.stamp-$(subst /,_,$(subst :,_,$(subst %,_,$(subst $(empty) $(empty),_,$(strip $(TORCH))))))

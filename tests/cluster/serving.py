@@ -187,6 +187,7 @@ class Rays:
         self.home, self.mark = home, uuid.uuid4().hex
         self.env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         self.env |= {"HOME": str(home), "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", MARK: self.mark}
+        self.env.setdefault("XDG_CACHE_HOME", str(Path.home() / ".cache"))  # compiled kernels
 
     def start(self, *options: str, mode: str) -> None:
         line = [RAY, "start", *options, "--num-cpus=1", "--object-store-memory=100000000"]

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from tandem.engine.cpu.compiling import kept_code
 from tests.hosts.environment import ROOT, Environment
 from tests.hosts.faults import Faults
 from tests.hosts.host import DESK, MOST, NET, NET6, NET_TWO, Host, HostsError
@@ -99,7 +100,10 @@ class Hosts:
         host = self.host(number)
         self.faults.cut.discard(number)
         self.set_faults()
-        variables = {"NUMBER": str(host.last), "PORT": str(number), "CHECKOUT": str(ROOT) if number == DESK else ""}
+        variables = {
+            "NUMBER": str(host.last), "PORT": str(number), "CHECKOUT": str(ROOT) if number == DESK else "",
+            "KERNELS": str(kept_code() or ""),
+        }  # fmt: skip
         self._run(str(INSIDE), "add", host.name, **variables)
         return host
 

@@ -193,6 +193,11 @@ user() {
     cp "$RACK/key.pub" home/$USER_NAME/.ssh/authorized_keys
     [ -z "$CHECKOUT" ] || cp "$RACK/key" home/$USER_NAME/.ssh/id_ed25519
     chmod 700 home/$USER_NAME/.ssh
+    # What was compiled of these sources here: each host would begin with a minute of that.
+    [ ! -d "$KERNELS" ] || {
+        mkdir -p home/$USER_NAME/.cache/tandem/kernels
+        cp -r "$KERNELS" home/$USER_NAME/.cache/tandem/kernels/
+    }
     chown -R $USER_ID:$USER_ID home/$USER_NAME
 }
 

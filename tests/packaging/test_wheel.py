@@ -16,7 +16,6 @@ import httpx
 import pytest
 
 from tandem.core.ports import free_port
-from tests.support import kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 TOP_LEVEL = {"tandem", "router", "prefill_worker", "decode_worker", "kvtransfer"}
@@ -74,7 +73,6 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Enviro
     # Paths from .pth files go behind the environment's own, and .pth files found there are not read: the editable
     # installation of the checkout stays out.
     (site_packages / "borrowed.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    kernels.put_into_folder(site_packages)
     return Environment(folder)
 
 

@@ -1,4 +1,8 @@
-"""Machine code made by Numba and kept on disk for other processes; what several want at once, one compiles."""
+"""Machine code made by Numba and kept on disk for other processes; what several want at once, one compiles.
+
+It lies in the user's directory of caches, under a name made of the sources' text: so a package that Ray unpacks anew
+for each of its sessions, a second virtual environment or another checkout finds what was compiled of the same text.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +11,24 @@ import functools
 import hashlib
 import logging
 import os
+import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numba
 from numba import types
-from numba.core.caching import FunctionCache
+from numba.core import config
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, InTreeCacheLocator
 from numba.core.ccallback import CFunc
 
 _log = logging.getLogger(__name__)
 
 #: Calls the code with `[first, end)` and the address of its arguments.
 _PIECE_OF_WORK = ((types.intp, types.intp, types.intp), types.void)
+
+_UNUSED_S = 30 * 24 * 3600
 
 # Numba frees the code with its object, and others know the address only.
 _held: list[CFunc] = []
@@ -54,15 +63,39 @@ def compile_piece(function: Callable[[Any, Any, Any], None], *, fast_math: bool)
     return address
 
 
+class _ByText(InTreeCacheLocator):  # type: ignore[misc]
+    """The directory of machine code that was made of the sources' present text, wherever they lie."""
+
+    def __init__(self, function: Callable[..., Any], file: str) -> None:
+        super().__init__(function, file)
+        self._cache_path = str(kept_code())
+
+    @classmethod
+    def from_function(cls, py_func: Callable[..., Any], py_file: str) -> _ByText | None:
+        found: _ByText | None = super().from_function(py_func, py_file) if kept_code() else None
+        return found
+
+
+class _BesideSources(InTreeCacheLocator):  # type: ignore[misc]
+    """For users who have no directory of caches that they may write to."""
+
+    def get_source_stamp(self) -> tuple[Any, str]:
+        # Numba's own stamp covers the function's file only; most of a kernel's code comes from other files.
+        return super().get_source_stamp(), _digest_of_sources()
+
+
+class _Places(CompileResultCacheImpl):  # type: ignore[misc]
+    _locator_classes = (_ByText, _BesideSources)
+
+
 class _SharedCache(FunctionCache):  # type: ignore[misc]
     """Numba's, for the workers of a host that start together on a fresh install: who finds a function missing compiles
     it, and the others wait for that instead of doing the same beside it."""
 
+    _impl_class = _Places
+
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
-        # Numba's own stamp covers the function's file only; most of a kernel's code comes from other files.
-        index = self._cache_file
-        index._source_stamp = (index._source_stamp, _digest_of_sources())
         self._lock_file = Path(self._cache_path, f"{self._impl.filename_base}.lock")
         self._lock: int | None = None  # held while this process compiles
 
@@ -120,6 +153,27 @@ def _keep(compiled: Any) -> None:
             raise
 
     compiled._compiler.compile = compile_or_unlock
+
+
+@functools.cache
+def kept_code() -> Path | None:
+    """Where machine code of this text lies, marked as used now; `None` where this user can have no such place. What no
+    process has used for a month goes."""
+    root = config.CACHE_DIR or os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if not os.path.isabs(root):  # nobody's home is known
+        return None
+    directory = Path(root, "tandem", "kernels", _digest_of_sources()[:16])
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if directory.stat().st_uid != os.getuid():  # what lies there is run
+            return None
+        os.utime(directory)
+        for other in directory.parent.iterdir():
+            if other.stat().st_mtime < time.time() - _UNUSED_S:
+                shutil.rmtree(other, ignore_errors=True)
+    except OSError as error:
+        _log.debug("no compiled kernels in %s: %s", directory, error)
+    return directory
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -10,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import LONG_S
+
+ROOT = Path(__file__).resolve().parents[3]
 FUNCTIONS = """
 def whole(first, end, arguments):
     for _ in range(first, end):
@@ -86,12 +90,34 @@ def test_who_could_not_compile_a_function_keeps_nobody_from_it(tmp_path: Path) -
             assert worker.stdout.readline() == "tried\n"
 
 
-def started(script: str, directory: Path) -> subprocess.Popen[str]:
-    """A process with nothing in its input, that keeps machine code in `directory`."""
+@pytest.mark.processes
+def test_what_another_checkout_has_compiled_of_the_same_text_is_not_compiled_again(tmp_path: Path) -> None:
+    """A package that Ray unpacks for a session, a wheel, a second environment: each is a new folder."""
+    compiled = []
+    for name, change in (("one", ""), ("two", ""), ("three", "# another text\n")):
+        folder = tmp_path / name
+        shutil.copytree(ROOT / "tandem", folder / "tandem", ignore=shutil.ignore_patterns("__pycache__", "models"))
+        source = folder / "tandem" / "engine" / "cpu" / "vector_ir.py"
+        source.write_text(source.read_text() + change)
+        (folder / "functions.py").write_text(FUNCTIONS)
+        (folder / "worker.py").write_text(WORKER)
+        worker = started("worker.py", folder, code=folder, kept=tmp_path / "kept")
+        said, _ = worker.communicate(timeout=LONG_S)
+        assert worker.returncode == 0
+        compiled.append("_compile_core" in said)
+    assert compiled == [True, False, True]
+
+
+def started(script: str, directory: Path, *, code: Path = ROOT, kept: Path | None = None) -> subprocess.Popen[str]:
+    """A process with nothing in its input, that keeps machine code in `kept`."""
     return subprocess.Popen(
         [sys.executable, script],
         cwd=directory,
-        env={**os.environ, "NUMBA_CACHE_DIR": str(directory / "kept"), "PYTHONPATH": f"{directory}:{os.getcwd()}"},
+        env={
+            **os.environ,
+            "NUMBA_CACHE_DIR": str(kept or directory / "kept"),
+            "PYTHONPATH": f"{directory}:{code}",
+        },
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -29,7 +29,7 @@ IN_PAIRS := $(BIN)/python -m pytest -n 2 --dist worksteal --durations=15
 # For those that start processes, and wait for them most of the time: two files at a time, the folders in their order.
 BY_FILE := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=40
 
-.PHONY: help setup serve bench bench-grid quick test test-faults test-hosts test-image soak check stubs docs wheel lock clean distclean
+.PHONY: help setup serve bench bench-grid quick test test-faults test-hosts test-image soak check check-types check-all-else stubs docs wheel lock clean distclean
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -86,9 +86,13 @@ test-image: $(STAMP)  ## carry out the Dockerfile in a fresh root, without an en
 soak: $(STAMP)  ## ten minutes of mixed load on 2P2D with a random fault every five seconds
 	@SOAK_MINUTES=$(SOAK_MINUTES) SOAK_REPORT=$(FIGURES)/soak.json $(BIN)/python -m pytest -s -m soak tests/soak $(ARGS)
 
-check: $(STAMP)  ## ruff, mypy --strict, import layers, generated files fresh
-	$(BIN)/ruff check .
+check: check-types check-all-else  ## ruff, mypy --strict, import layers, generated files fresh (make -j2: side by side)
+
+check-types: $(STAMP)
 	$(BIN)/mypy
+
+check-all-else: $(STAMP)
+	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/python tools/generate_stubs.py --check
 	$(BIN)/python tools/generate_config_docs.py --check

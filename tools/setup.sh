@@ -25,9 +25,9 @@ recent_enough() {
     "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 }
 
-# pip, with one line for each large download; all that it says is in the log.
+# pip, with one line for each large download; all that it says is in the log. It would compile all modules on one core.
 install() {
-    PIP_DISABLE_PIP_VERSION_CHECK=1 "$VENV/bin/python" -m pip install --no-input --progress-bar off "$@" 2>&1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 "$VENV/bin/python" -m pip install --no-compile --no-input --progress-bar off "$@" 2>&1 \
         | tee -a "$LOG" | awk '
             /^ *Downloading .*[0-9] [MG]B\)/ { sub(/^ */, "      "); print; fflush() }
             /^Installing collected packages/  { printf "      installing %d packages\n", NF - 3; fflush() }' \
@@ -35,13 +35,13 @@ install() {
 }
 
 if ! [ -x "$VENV/bin/python" ]; then
-    echo "[1/3] creating $VENV"
+    echo "[1/4] creating $VENV"
     command -v "$PYTHON" >/dev/null || fail "$PYTHON not found; install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3.11"
     recent_enough "$PYTHON" || fail "$("$PYTHON" --version) is too old, 3.11 or newer is needed; name one: make PYTHON=python3.11"
     "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null || fail "$PYTHON lacks its venv module; on Debian and Ubuntu: apt install python3-venv"
     "$PYTHON" -m venv "$VENV"
 else
-    echo "[1/3] $VENV is there"
+    echo "[1/4] $VENV is there"
     recent_enough "$VENV/bin/python" || fail "$VENV has $("$VENV/bin/python" --version), 3.11 or newer is needed; remove it: make distclean"
     "$VENV/bin/python" -m pip --version >/dev/null 2>&1 || fail "$VENV has no pip (an interrupted set-up?); remove it: make distclean"
 fi
@@ -49,7 +49,7 @@ fi
 : > "$LOG"
 # torch goes first, so that the build chosen here is the one that all that depends on it finds.
 # The lock does not name torch; the word splitting is wanted: TORCH may hold options for pip.
-echo "[2/3] installing $TORCH"
+echo "[2/4] installing $TORCH"
 # shellcheck disable=SC2086
 install --constraint "$LOCK" $TORCH
 
@@ -63,5 +63,9 @@ if [ -n "$TRITON" ] && ! "$VENV/bin/python" -c 'import sys, importlib.util as u;
     rm -rf "$VENV/triton"
 fi
 
-echo "[3/3] installing tandem-serving and its dependencies (pinned in $LOCK)"
+echo "[3/4] installing tandem-serving and its dependencies (pinned in $LOCK)"
 install --constraint "$LOCK" --editable '.[dev]'
+
+echo "[4/4] compiling Python modules"
+# On all cores. Some packages bring templates and examples that are no Python of today: they fail, and nobody imports them.
+"$VENV/bin/python" -m compileall -q -j 0 "$VENV/lib" >> "$LOG" 2>&1 || true

@@ -168,14 +168,14 @@ def test_only_repetitions_that_ran_on_all_clusters_count() -> None:
 
 
 def test_clusters_that_are_the_same_are_seldom_told_apart() -> None:
-    """Of 600 measurements of equal clusters with a tenth of noise in each figure, one of ten at most is wrong."""
+    """Of 200 measurements of equal clusters with a tenth of noise in each figure, one of ten at most is wrong."""
     noise = random.Random(7)
 
     def run() -> dict[str, Any]:
         return figures(*(value * noise.lognormvariate(0, 0.1) for value in DEFAULTS.values()))
 
     wrong = {Answer.SPLIT, Answer.COLOCATED, Answer.DEPENDS}
-    answers = [judged([run() for _ in range(4)], [run() for _ in range(4)]).answer for _ in range(600)]
+    answers = [judged([run() for _ in range(4)], [run() for _ in range(4)]).answer for _ in range(200)]
     share = sum(answer in wrong for answer in answers) / len(answers)
     assert 0.0 < share <= 0.1
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import contextlib
+import io
+from typing import Any
 
 import pytest
 
@@ -15,23 +17,31 @@ from tandem.bench.report.json_file import read_format
 
 SMALL = Sizes(batch=2, vocab_size=300, steps=((3, 100),), num_open=4, num_steps=4, budget_s=0.0)
 
+pytestmark = pytest.mark.processes  # asks git which code it is
 
-@pytest.mark.processes  # asks git which code it is
-def test_each_part_is_measured_written_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "host.json"
-    command.run(path, sizes=SMALL)
-    content = read_format(path, FORMAT, "this")
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """What is written, and what is said."""
+    path = tmp_path_factory.mktemp("host") / "host.json"
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        command.run(path, sizes=SMALL)
+    return read_format(path, FORMAT, "this"), said.getvalue()
+
+
+def test_each_part_is_measured_written_and_shown(measured: tuple[dict[str, Any], str]) -> None:
+    content, said = measured
     titles = [figure["title"] for figure in content["figures"]]
     assert len(titles) == len(set(titles)) == 5 + 2 + 1
     assert all(figure["median_s"] > 0 for figure in content["figures"])
     page = docs.page(None, of_host=content)
-    for text in (capsys.readouterr().out, page):
+    for text in (said, page):
         assert all(f"| {title} | " in text for title in titles)
         assert "of 2 rows over 300 tokens" in " ".join(text.split())
 
 
-def test_a_figure_beyond_its_goal_is_said_to_miss_it() -> None:
-    content = {"date": "2026-01-01", "code": {"digest": "abc"}, **command.measure(SMALL, lambda _: None)}
+def test_a_figure_beyond_its_goal_is_said_to_miss_it(measured: tuple[dict[str, Any], str]) -> None:
+    content = dict(measured[0])
     for median_s, said in ((0.008, "≤ 8 ms: reached"), (0.0081, "≤ 8 ms: **missed**")):
         content["figures"] = [{"title": "this", "median_s": median_s, "goal_ms": 8.0}]
         assert said in docs.page(None, of_host=content)

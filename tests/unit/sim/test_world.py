@@ -288,7 +288,7 @@ def waves(seconds: float) -> list[Arrival]:
 
 
 def test_pools_follow_their_load_by_the_law_that_ships() -> None:
-    arrivals = waves(700)
+    arrivals = waves(415)
     shape = by_load(Range(1, 8), Range(4, 4))
     world, outcomes = simulated(shape, arrivals)
     wanted = [decision.wanted for decision in world.decisions]
@@ -314,7 +314,7 @@ def prompts_then_outputs(each_s: float) -> list[Arrival]:
 
 
 def test_workers_change_their_role_with_the_load_by_the_law_that_ships() -> None:
-    each_s = 150.0
+    each_s = 100.0
     shape = dataclasses.replace(by_load(Range(1, 3), Range(1, 3)), start_s=1e6, flexible=2, change_s=1.0)
     shape = dataclasses.replace(
         shape,

@@ -20,7 +20,7 @@ from tests.support.waiting import nothing, wait_until
 
 HEAD = 1
 START_S = 900.0
-"""All hosts share this machine's cores, and nothing that they compile or import is there yet."""
+"""All hosts share this machine's cores, and nothing that they import is in memory yet."""
 
 LOG = ".local/state/tandem/serve-8000.log"
 """Of `tandem serve` on the head."""

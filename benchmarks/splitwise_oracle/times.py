@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tandem.core.errors import ConfigError
 from tandem.core.step_times import Terms
+from tandem.core.windows import NO_WINDOWS, Windows
 
 #: What a step takes that has prompts and sequences that generate, beside one of as many tokens of prompts alone.
 MIXED = 1.1
@@ -49,6 +50,7 @@ class Splitwise:
 
     prompt: Curve
     token: Curve
+    windows: Windows = NO_WINDOWS
 
     def seconds(self, terms: Terms) -> float:
         if terms.num_rows == terms.num_tokens:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tandem.core.errors import ConfigError
 from tandem.core.step_times import Terms
+from tandem.core.windows import NO_WINDOWS, Windows
 
 _COLUMNS = ("rows", "prompt_tokens", "context", "ms")
 
@@ -51,10 +52,14 @@ def _between(seconds: Sequence[float], at: int, share: float) -> float:
 @dataclass(frozen=True, slots=True)
 class Table:
     """What generates and what prompts take; a step that has both reads the weights once, which is about what the
-    smallest step of those that generate takes."""
+    smallest step of those that generate takes.
+
+    `windows`: a profile has been measured behind whole contexts, so whatever its model sees of them is in it.
+    """
 
     rows: Grid
     prompts: Grid
+    windows: Windows = NO_WINDOWS
 
     def seconds(self, terms: Terms) -> float:
         num_new = terms.num_tokens - terms.num_rows

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from tandem.core.windows import NO_WINDOWS, Windows, num_pairs_in_window, num_read_in_window
+
 
 @dataclass(frozen=True, slots=True)
 class Terms:
@@ -20,25 +22,35 @@ class Terms:
         num_rows: sequences that generate.
         num_read: tokens of context whose K and V are read: by each sequence once, however many tokens it computes.
         num_pairs: of a computed token and one that it attends to.
+
+    Where some layers have a window, `num_read` and `num_pairs` are means over the layers: so a sum over these is the
+    number of layers times as much, whatever each of them sees.
     """
 
     num_tokens: int
     num_rows: int
-    num_read: int
+    num_read: float
     num_pairs: float
 
     @classmethod
-    def of(cls, parts: Iterable[tuple[int, int, bool]]) -> Terms:
-        """Of each sequence in the step: its tokens that are computed already, those that are now, and whether it
-        generates."""
-        num_tokens = num_rows = num_read = 0
-        num_pairs = 0.0
+    def of(cls, parts: Iterable[tuple[int, int, bool]], windows: Windows = NO_WINDOWS) -> Terms:
+        """Of each sequence in the step: its tokens that are computed already, those that are now (one or more), and
+        whether it generates."""
+        window = windows.window
+        num_tokens = num_rows = num_read = num_read_windowed = 0
+        num_pairs = num_pairs_windowed = 0.0
         for start, num_new, generates in parts:
             num_tokens += num_new
             num_rows += generates
             num_read += start + num_new
             num_pairs += num_new * (start + (num_new + 1) / 2)
-        return cls(num_tokens, num_rows, num_read, num_pairs)
+            if window:
+                num_read_windowed += num_read_in_window(start, num_new, window)
+                num_pairs_windowed += num_pairs_in_window(start, num_new, window)
+        if not window:
+            return cls(num_tokens, num_rows, num_read, num_pairs)
+        read, pairs = windows.mean(num_read, num_read_windowed), windows.mean(num_pairs, num_pairs_windowed)
+        return cls(num_tokens, num_rows, read, pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +78,14 @@ NO_PROMPTS = PromptSteps()
 
 
 class StepTimes(Protocol):
-    """A model of the time of steps."""
+    """A model of the time of steps.
+
+    Attributes:
+        windows: with which the terms are to be counted whose time it tells.
+    """
+
+    @property
+    def windows(self) -> Windows: ...
 
     def seconds(self, terms: Terms) -> float: ...
 
@@ -80,6 +99,7 @@ class Fitted:
     of_row_s: float = 0.0
     of_read_s: float = 0.0
     of_pair_s: float = 0.0
+    windows: Windows = NO_WINDOWS
 
     def seconds(self, terms: Terms) -> float:
         return (
@@ -100,6 +120,7 @@ class ModelSize:
         weight_bytes: that each step reads.
         token_bytes: of K and V of one token, in all layers.
         num_layers, hidden_size: of its attention, whose heads fill the hidden size.
+        windows: of its layers.
     """
 
     num_parameters: float
@@ -107,6 +128,7 @@ class ModelSize:
     token_bytes: float
     num_layers: int
     hidden_size: int
+    windows: Windows = NO_WINDOWS
 
     def flops(self, terms: Terms) -> float:
         """Two a parameter and token; of attention four a pair and number of the hidden size in each layer."""
@@ -138,6 +160,10 @@ class Roofline:
 
     model: ModelSize
     card: Card
+
+    @property
+    def windows(self) -> Windows:
+        return self.model.windows
 
     def seconds(self, terms: Terms) -> float:
         card = self.card

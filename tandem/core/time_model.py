@@ -15,6 +15,7 @@ from tandem.core.errors import ConfigError
 from tandem.core.identity import Role
 from tandem.core.step_table import read_table
 from tandem.core.step_times import Card, Fitted, ModelSize, Roofline, StepTimes
+from tandem.core.windows import Windows, kept_windows, windows_in
 
 _GIGA, _TERA = 1e9, 1e12
 
@@ -44,7 +45,29 @@ class ModelSpec:
     head_dim: int = key(128, "Of a head.", minimum=1)
     weight_bits: int = key(16, "Of a parameter.", minimum=1)
     kv_dtype: str = key("bfloat16", "Of K and V.", choices=PAGE_DTYPES)
+    window: int = key(
+        0, "The last tokens that a token sees, itself included, in layers with a window; 0: all.", minimum=0
+    )
+    full_layers: int = key(0, "Of the layers, those that see all tokens where the others have a window.", minimum=0)
     output_tokens: int = key(200, "After which a simulated engine ends a text on average; 0: never.", minimum=0)
+
+    def __post_init__(self) -> None:
+        if self.full_layers and not self.window:
+            raise ConfigError(
+                f"model.full_layers is {self.full_layers}, and without model.window all layers see all tokens; set "
+                "that, or leave this out",
+                key="model.full_layers",
+            )
+        if self.window and self.full_layers >= self.layers:
+            raise ConfigError(
+                f"model.full_layers is {self.full_layers} of {self.layers} layers, so none has a window; leave "
+                "model.window out, or name fewer",
+                key="model.full_layers",
+            )
+
+    @property
+    def windows(self) -> Windows:
+        return windows_in(self.window, self.layers, self.full_layers)
 
 
 @dataclass(frozen=True)
@@ -98,10 +121,16 @@ class TimeModel:
     def pool(self, role: Role) -> PoolSpec:
         return self.prefill if role is Role.PREFILL else self.decode
 
+    @property
+    def kept_window(self) -> int:
+        """The last tokens of a sequence of which a worker keeps K and V; 0: of all."""
+        return kept_windows(self.model.windows, on_cpu=self.card.is_cpu).window
+
     def step_times(self) -> StepTimes:
         """Raises `ConfigError` where the profile cannot be used."""
         if self.times == "table":
             return read_table(Path(self.table))
+        model, card = self.model, self.card
         if self.times == "fitted":
             fitted = self.fitted
             return Fitted(
@@ -110,12 +139,11 @@ class TimeModel:
                 fitted.row_us * 1e-6,
                 fitted.read_ns * 1e-9,
                 fitted.pair_ns * 1e-9,
+                model.windows,
             )
-        model, card = self.model, self.card
         token_bytes = 2 * model.layers * model.kv_heads * kv_head_bytes(model.kv_dtype, model.head_dim)
-        size = ModelSize(
-            model.parameters, model.parameters * model.weight_bits / 8, token_bytes, model.layers, model.hidden_size
-        )
+        weight_bytes = model.parameters * model.weight_bits / 8
+        size = ModelSize(model.parameters, weight_bytes, token_bytes, model.layers, model.hidden_size, model.windows)
         return Roofline(
             size,
             Card(

@@ -75,7 +75,7 @@ class SimulatedEngine:
         self.vocab_size = int(config.get_text_config(decoder=True).vocab_size)
         self.eos_token_ids = loader.eos_of(model_dir, config)
         self.max_context = loader.context_of(config, max_context)
-        self.window = 0
+        self.window = spec.kept_window if spec.kept_window < self.max_context else 0
         self.types = Types.all_of(self.layout.dtype)
         # Both roles read one file; whose times differ must not share a cluster by mistake.
         shape = repr((replace(spec, prefill=spec.decode), self.vocab_size, self.max_context))
@@ -99,7 +99,7 @@ class SimulatedEngine:
         """Take the time of the step. The logits are 0 each: its sampler has no need of them."""
         began_s = time.monotonic()
         parts = ((one.start, len(one.token_ids), len(one.token_ids) == one.num_logits) for one in sequences)
-        seconds = self._times.seconds(Terms.of(parts))
+        seconds = self._times.seconds(Terms.of(parts, self._times.windows))
         left_s = began_s + seconds - time.monotonic()
         if left_s > 0:
             time.sleep(left_s)

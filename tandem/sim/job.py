@@ -64,7 +64,7 @@ class Job(Attempt):
     num_known: tokens that its client had when this attempt began.
     prompt: at prefill, until its pages have been sent.
     sequence: in decode's batch.
-    began_s: since when its first chunk is computed.
+    began_s: since when its first page is computed of those that an output sees.
     granted_s: since when prefill knows of its pages at decode.
     is_admitted: decode has all that it needs.
     is_over: for the router: it has ended, or a worker of it has died.

@@ -177,7 +177,7 @@ class Machine:
         if not batch.items:
             self._is_busy = False
             return
-        terms = terms_of(batch)
+        terms = terms_of(batch, self._times.windows)
         self._begin(batch, terms.num_rows, self._times.seconds(terms))
 
     def _begin(self, batch: Batch, num_rows: int, seconds: float, left_s: float | None = None) -> None:

@@ -178,8 +178,9 @@ class Scenario(TimeModel):
     def _kv_format(self) -> KvFormat:
         model = self.model
         layout = LayoutId(
-            "0" * 64, model.kv_dtype, model.layers, model.kv_heads, model.head_dim, self.tandem.cache.page_size
-        )
+            "0" * 64, model.kv_dtype, model.layers, model.kv_heads, model.head_dim, self.tandem.cache.page_size,
+            window=self.kept_window,
+        )  # fmt: skip
         return KvFormat(layout, "simulated")
 
     def _pool(self, role: Role, pool: PoolSpec) -> PoolShape:
@@ -188,7 +189,7 @@ class Scenario(TimeModel):
             pool.workers,
             max(1, pool.tokens // self.tandem.cache.page_size),
             # A real worker refuses beyond its bound; here all wait.
-            replace(scheduler_limits(self.tandem, site, pool.tokens), queue_bound=sys.maxsize),
+            replace(scheduler_limits(self.tandem, site, pool.tokens, self.kept_window), queue_bound=sys.maxsize),
             bounds=self._bounds(role, pool),
         )
 

@@ -7,7 +7,7 @@ begin with the first computed chunk and share the way out of their prefill worke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -30,7 +30,7 @@ from tandem.cluster.supervisor.role_law import RoleChange
 from tandem.core.errors import ConfigError, InternalError, NoWorkerError, OverloadedError, TandemError, WorkerLostError
 from tandem.core.identity import Role, WorkerKey
 from tandem.core.page_keys import PageKeys
-from tandem.core.pages import page_table, pages_for
+from tandem.core.pages import num_hidden_pages, page_table, pages_for
 from tandem.core.sampling import SampledToken, SamplingParams
 from tandem.core.token_ids import token_ids
 from tandem.sim.cores import SharedCores
@@ -47,6 +47,7 @@ from tandem.sim.scaling import Scaler, ShippedLaw
 from tandem.sim.shape import TenantShape, WorldShape
 from tandem.sim.timeline import Timeline
 from tandem.worker.batch import Batch
+from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.sequence import Sequence as Choice
 from tandem.worker.turn import turn_of
 
@@ -130,7 +131,8 @@ class World:
             cores=self._cores, timeline=self.timeline, make_scheduler=self.make_scheduler,
         )  # fmt: skip
         if self.shape.faults.deaths and role is Role.PREFILL:
-            self._retained[key] = RetainedPrompts(machine.pool, SALT, shares=self.shape.prefix_cache)
+            window = pool.limits.window
+            self._retained[key] = RetainedPrompts(machine.pool, SALT, shares=self.shape.prefix_cache, window=window)
         self._link_free_s[key] = 0.0
         return machine
 
@@ -170,16 +172,11 @@ class World:
 
     def run(self, arrivals: Sequence[Arrival]) -> list[Outcome]:
         """Until all requests have ended. Raises `ConfigError` for one that fits into no worker."""
-        page_size = self.shape.kv_format.layout.page_size
-        pools = [self.shape.decode] if self.shape.is_colocated else [self.shape.prefill, self.shape.decode]
-        most = page_size * min(pool.num_pages for pool in pools)
+        schedulers = {
+            machine.role: machine.scheduler for machine in self.machines.values()
+        }  # workers of a role are alike
         for arrival in arrivals:
-            if arrival.num_input + arrival.num_output > most:
-                raise ConfigError(
-                    f"request {arrival.number} has {arrival.num_input} + {arrival.num_output} tokens, and a worker has "
-                    f"room for {most}; raise tokens of both pools, or take a load of shorter ones",
-                    key="prefill.tokens",
-                )
+            _check_fits(arrival, schedulers.values())
         outcomes = [self.ask(arrival) for arrival in arrivals]
         if self.scaler is not None:
             self.kernel.after(LOOK_S, self._look)
@@ -321,15 +318,21 @@ class World:
         assert job.prefill is not None
         assert job.began_s is not None
         assert job.granted_s is not None
-        shape, key, now_s, num_input = self.shape, job.prefill, self.kernel.now_s, job.num_tokens
-        num_input -= len(job.cached) * shape.kv_format.layout.page_size
+        shape, key, now_s = self.shape, job.prefill, self.kernel.now_s
+        page_size, chunk_size = shape.kv_format.layout.page_size, shape.prefill.limits.chunk_size
+        num_computed, num_sent = (job.num_tokens - num * page_size for num in (len(job.cached), job.num_leading))
         bytes_per_s = shape.bytes_per_s * shape.faults.link_share(key.worker_id, now_s)
         of_token_s = shape.kv_format.layout.token_bytes / bytes_per_s
-        num_last = num_input % shape.prefill.limits.chunk_size or min(num_input, shape.prefill.limits.chunk_size)
+        num_last = min(num_sent, num_computed % chunk_size or chunk_size)
         start_s = max(self._link_free_s[key], job.began_s, job.granted_s)
-        end_s = max(start_s + num_input * of_token_s, now_s + num_last * of_token_s)
+        end_s = max(start_s + num_sent * of_token_s, now_s + num_last * of_token_s)
         self._link_free_s[key] = end_s
         self.kernel.at(end_s + shape.latency_s, partial(self._sent, job))
+
+    def _first_sent(self, job: Job) -> int:
+        """The first token of a prompt that an output sees, by whole pages: those before it are not sent."""
+        layout = self.shape.kv_format.layout
+        return num_hidden_pages(job.num_tokens, layout.page_size, layout.window) * layout.page_size
 
     def _sent(self, job: Job) -> None:
         prefill, decode = self._prefill_of(job), self.machines[job.decode]
@@ -358,7 +361,8 @@ class World:
         """Into the next step's batch, with the pages that it has here."""
         decode = self.machines[job.decode]
         job.sequence, job.is_admitted = choice, True
-        choice.pages, choice.num_published = page_table([*job.cached, *job.pages]), len(job.cached)
+        choice.num_hidden, choice.num_published = job.num_hidden, job.num_leading
+        choice.pages = page_table([*[0] * job.num_hidden, *job.cached, *job.pages])
         decode.ledger.set_state(job, state)
         decode.scheduler.enter(choice)
         decode.wake()
@@ -412,7 +416,7 @@ class World:
         # A retry is not paced: it has waited long enough.
         prompt.paced, prompt.yields = job.key.attempt == 1 and not job.unpaced, job.key.attempt == 1
         prompt.turn, prompt.samples = job.turn, not job.num_known
-        prompt.num_computed = prompt.num_cached = len(job.cached) * self.shape.kv_format.layout.page_size
+        prompt.num_computed = prompt.num_cached = job.num_leading * self.shape.kv_format.layout.page_size
         self._enter(job, prompt, AttemptState.COMPUTING)
         decode = self.machines[job.decode]
         job.request.turn.granted()
@@ -422,9 +426,9 @@ class World:
         """It is computed at decode, and goes on as any."""
         decode = self.machines[job.decode]
         decode.ledger.set_state(job, AttemptState.RUNNING)
-        pages = decode.scheduler.remove(prompt)
+        num_hidden, pages = prompt.num_hidden, decode.scheduler.remove(prompt)
         prompt.turn, prompt.paced, prompt.yields, prompt.samples = job.own_turn, False, False, True
-        prompt.pages = page_table(pages)
+        prompt.num_hidden, prompt.pages = num_hidden, page_table([*[0] * num_hidden, *pages])
         prompt.token_ids += token_ids([token_of(prompt)]) * job.num_known
         decode.scheduler.enter(prompt)
 
@@ -466,11 +470,11 @@ class World:
         for item in batch.items:
             sequence, job = item.sequence, item.sequence.owner
             happened |= item.num_tokens > 1 or item.start < sequence.num_prompt
-            if job.began_s is None:
-                job.began_s = now_s
-                if job.outcome.prefill_s is None:
-                    job.outcome.prefill_s = machine.step_began_s
+            if job.outcome.prefill_s is None:
+                job.outcome.prefill_s = machine.step_began_s
             if machine.role is Role.PREFILL:
+                if job.began_s is None and item.start + item.num_tokens > self._first_sent(job):
+                    job.began_s = now_s
                 if item.start + item.num_tokens == sequence.num_prompt:
                     self._computed(job)
                 continue
@@ -633,3 +637,18 @@ class World:
         outcome.error = error.code
         self.figures.failed()
         self.on_end(outcome)
+
+
+def _check_fits(arrival: Arrival, schedulers: Iterable[BatchScheduler]) -> None:
+    num_tokens = arrival.num_input + arrival.num_output
+    for scheduler in schedulers:
+        needed, pool = scheduler.most_pages(num_tokens), scheduler.pool
+        if needed > pool.num_pages:
+            # Of a text with windows it may be less than all that has to fit.
+            kept = f", and {needed * pool.page_size} are kept at a time" if scheduler.limits.window else ""
+            raise ConfigError(
+                f"request {arrival.number} has {arrival.num_input} + {arrival.num_output} tokens{kept}, and a worker "
+                f"has room for {pool.num_pages * pool.page_size}; raise tokens of both pools, or take a load of "
+                "shorter ones",
+                key="prefill.tokens",
+            )

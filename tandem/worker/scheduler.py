@@ -246,7 +246,7 @@ class BatchScheduler:
                 sequence.num_computed = item.start + num_right
                 sequence.token_ids.extend(following)
                 if self.limits.window:
-                    self._slide(sequence)
+                    self.slide(sequence)
                 else:
                     num_to_publish -= self._publish(item, num_to_publish)
 
@@ -377,7 +377,7 @@ class BatchScheduler:
         """Pages that a chunk is written to and that its tokens see, wherever in a page it begins."""
         return pages_for(self.limits.window + self.limits.chunk_size - 2, self.pool.page_size) + 1
 
-    def _slide(self, sequence: Sequence) -> None:
+    def slide(self, sequence: Sequence) -> None:
         """Give back the pages that no token sees any more, and take as many for the tokens that are to come."""
         num_hidden = self.num_hidden(sequence.num_computed)
         if num_hidden <= sequence.num_hidden:

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 from tandem.core.step_times import Terms
+from tandem.core.windows import NO_WINDOWS, Windows
 from tandem.worker.batch import Batch
 
 _log = logging.getLogger(__name__)
@@ -71,6 +72,6 @@ class StepLog:
         self._file.close()
 
 
-def terms_of(batch: Batch) -> Terms:
-    """Of a step that is planned and not yet booked."""
-    return Terms.of((item.start, item.num_tokens, item.sequence.is_decode) for item in batch.items)
+def terms_of(batch: Batch, windows: Windows = NO_WINDOWS) -> Terms:
+    """Of a step that is planned and not yet booked, of a model with these windows."""
+    return Terms.of(((item.start, item.num_tokens, item.sequence.is_decode) for item in batch.items), windows)

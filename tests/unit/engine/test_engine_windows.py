@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import engine_helpers as helpers
@@ -10,9 +11,13 @@ import torch
 from engine_helpers import PAGE_SIZE, WINDOW
 from transformers import AutoConfig
 
+from tandem.core.config import EMBEDDED_MODEL
+from tandem.core.identity import Role
+from tandem.core.model_path import resolve_model
 from tandem.core.pages import num_hidden_pages
 from tandem.engine import loader
 from tandem.engine.engine import SequenceInput
+from tandem.engine.simulated import SimulatedEngine
 
 NUM_TOKENS = 200
 
@@ -74,3 +79,20 @@ def test_pages_behind_the_window_may_be_anybodys(model_dir: Path, kernels: str, 
         assert torch.equal(found, expected)
         assert not found.isnan().any()
     assert num_hidden > 8
+
+
+def test_a_simulated_engine_gives_back_the_pages_that_its_model_would(tmp_path: Path) -> None:
+    file = tmp_path / "times.yaml"
+
+    def engine_of(model: str) -> SimulatedEngine:
+        times = "times: fitted\nfitted: {base_ms: 0, read_ns: 1.0e+6}\ncard: {is_cpu: true}\n"
+        file.write_text(f"{times}model: {model}\n")
+        return SimulatedEngine(resolve_model(EMBEDDED_MODEL), file, Role.DECODE, page_size=4, max_context=500)
+
+    assert engine_of("{window: 20, full_layers: 1}").window == 0
+    assert engine_of("{window: 4000}").window == 0, "no context is as long"
+    engine = engine_of("{window: 20}")
+    assert engine.window == 20
+    began_s = time.monotonic()
+    engine.forward([SequenceInput([1], 400, [0] * 101, 1)])
+    assert 0.02 <= time.monotonic() - began_s < 0.4, "a millisecond for each token that it sees"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +12,7 @@ from tandem.core.pages import PagePool, page_table
 from tandem.core.sampling import SamplingParams
 from tandem.core.step_times import Fitted
 from tandem.core.token_ids import token_ids
+from tandem.core.windows import NO_WINDOWS, Windows
 from tandem.sim.quiet import advance, quiet_steps, quiet_times
 from tandem.worker.batch import SchedulerLimits
 from tandem.worker.scheduler import BatchScheduler
@@ -24,13 +26,18 @@ LIMITS = SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=64, chunk_size=1
 
 @dataclass(frozen=True)
 class Load:
-    """Lengths of prompts and outputs, pages of the pool, how many steps are taken first, to get anywhere, and whether
-    prompts that begin like earlier ones find their pages."""
+    """Lengths of prompts and outputs, pages of the pool, how many steps are taken first, to get anywhere, whether
+    prompts that begin like earlier ones find their pages, and what layers see. Pages leave where all have a window."""
 
     requests: tuple[tuple[int, int], ...]
     num_pages: int
     num_before: int
     keeps_prefixes: bool = False
+    windows: Windows = NO_WINDOWS
+
+    @property
+    def times(self) -> Fitted:
+        return replace(TIMES, windows=self.windows)
 
 
 loads = st.builds(
@@ -39,24 +46,26 @@ loads = st.builds(
     st.integers(26, 120),
     st.integers(0, 90),
     st.booleans(),
+    st.just(NO_WINDOWS) | st.builds(Windows, st.integers(2, 30), st.just(3), st.integers(0, 2)),
 )
 
 
 def begun(load: Load) -> BatchScheduler:
-    scheduler = BatchScheduler(PagePool(load.num_pages, PAGE), LIMITS, salt=b"", prefix_cache=load.keeps_prefixes)
+    limits = replace(LIMITS, window=load.windows.window if load.windows.are_everywhere else 0)
+    scheduler = BatchScheduler(PagePool(load.num_pages, PAGE), limits, salt=b"", prefix_cache=load.keeps_prefixes)
     scheduler.pool.note_changes()
     for number, (num_prompt, num_output) in enumerate(load.requests):
         prompt, params = token_ids([number % 3] * num_prompt), SamplingParams(max_tokens=num_output)
         scheduler.add(Sequence(str(number), 1, 0, 0.0, number, prompt, num_prompt, params))
     for _ in range(load.num_before):
-        step(scheduler)
+        step(scheduler, load.times)
     return scheduler
 
 
-def step(scheduler: BatchScheduler) -> tuple[float, bool]:
+def step(scheduler: BatchScheduler, times: Fitted) -> tuple[float, bool]:
     """Its time, and whether anything happened but a token for each."""
     batch = scheduler.schedule()
-    seconds = TIMES.seconds(terms_of(batch))
+    seconds = times.seconds(terms_of(batch, times.windows))
     happened = bool(batch.admitted or batch.preempted or batch.stalled or not batch.items)
     happened |= any(not item.sequence.is_decode for item in batch.items)
     scheduler.apply(batch, [[token_of(item.sequence)] for item in batch.items if item.samples])
@@ -73,9 +82,12 @@ def token_of(sequence: Sequence) -> int:
 
 
 def state(scheduler: BatchScheduler) -> object:
-    running = [(one.request_id, list(one.token_ids), one.num_computed, len(one.pages)) for one in scheduler.running]
+    running = [
+        (one.request_id, list(one.token_ids), one.num_computed, len(one.pages), one.num_hidden)
+        for one in scheduler.running
+    ]
     waiting = [(one.request_id, list(one.token_ids), one.num_preemptions) for one in scheduler.waiting]
-    pages = [page for one in scheduler.running for page in one.pages]
+    pages = [page for one in scheduler.running for page in one.held_pages]
     assert scheduler.prefix_cache or len(set(pages)) == len(pages)
     scheduler.pool.check()
     change = scheduler.pool.take_changes()
@@ -83,33 +95,44 @@ def state(scheduler: BatchScheduler) -> object:
     return running, waiting, scheduler.pool.counts(), held
 
 
-@given(loads, st.integers(1, 70))
+# Texts that grow to their windows where there may be no room for all of these.
+tight_loads = st.builds(
+    Load,
+    st.lists(st.tuples(st.integers(1, 12), st.integers(40, 90)), min_size=3, max_size=6).map(tuple),
+    st.integers(26, 44),
+    st.integers(3, 30),
+    st.booleans(),
+    st.builds(Windows, st.integers(8, 40), st.just(3)),
+)
+
+
+@given(loads | tight_loads, st.integers(1, 70))
 def test_steps_at_once_are_steps_one_by_one(load: Load, most: int) -> None:
     at_once, one_by_one = begun(load), begun(load)
     num = quiet_steps(at_once, most)
     assert 0 <= num <= most
-    seconds = [of_one for of_one, _ in zip(quiet_times(at_once, TIMES), range(num), strict=False)]
+    seconds = [of_one for of_one, _ in zip(quiet_times(at_once, load.times), range(num), strict=False)]
     advance(at_once, num, token_of)
     for expected in seconds:
-        took, happened = step(one_by_one)
+        took, happened = step(one_by_one, load.times)
         assert abs(took - expected) < 1e-12
         assert not happened
     assert state(at_once) == state(one_by_one)
     # And they go on alike.
     for _ in range(5):
         if at_once.running or at_once.waiting:
-            step(at_once)
-            step(one_by_one)
+            step(at_once, load.times)
+            step(one_by_one, load.times)
     assert state(at_once) == state(one_by_one)
 
 
-@given(loads)
+@given(loads | tight_loads)
 def test_no_quiet_step_is_missed(load: Load) -> None:
     """Where none is promised, something happens in the next step, or would in the one of a pool that is not as full."""
     scheduler = begun(load)
     if not scheduler.running or scheduler.waiting or quiet_steps(scheduler, 1):
         return
-    _, happened = step(scheduler)
+    _, happened = step(scheduler, load.times)
     assert happened
 
 
@@ -123,6 +146,36 @@ def test_pages_that_came_computed_enter_the_cache_in_planned_steps() -> None:
     scheduler.enter(sequence)
     published = []
     while not quiet_steps(scheduler, 9):
-        step(scheduler)
+        step(scheduler, TIMES)
         published.append(sequence.num_published)
     assert published == [512, num_pages]
+
+
+@pytest.mark.parametrize("keeps_prefixes", [False, True])
+def test_in_a_window_any_number_of_steps_is_quiet_in_a_pool_that_holds_the_window_alone(keeps_prefixes: bool) -> None:
+    """What is given back is taken again: 1,000 steps of a text of 1,100 tokens, in 25 pages of 4."""
+    load = Load(((80, 1100),), 25, 6, keeps_prefixes, Windows(40, 3))
+    at_once, one_by_one = begun(load), begun(load)
+    assert quiet_steps(at_once, 1000) == 1000
+    advance(at_once, 1000, token_of)
+    for _ in range(1000):
+        step(one_by_one, load.times)
+    assert state(at_once) == state(one_by_one)
+    (sequence,) = at_once.running
+    assert sequence.num_hidden == (sequence.num_computed - 40 + 1) // PAGE > 250
+    assert len(sequence.held_pages) <= 11
+
+
+def test_a_page_of_two_texts_comes_back_once() -> None:
+    """Their next pages are wanted in the fourth step, and of the first one's place only one can be made."""
+    scheduler = BatchScheduler(PagePool(5, PAGE), replace(LIMITS, window=11), salt=b"", prefix_cache=False)
+    shared = scheduler.pool.allocate(3) or []
+    scheduler.pool.share(shared)
+    for number in range(2):
+        params = SamplingParams(max_tokens=50)
+        sequence = Sequence(str(number), 1, 0, 0.0, number, token_ids([TOKEN] * 14), 13, params, num_computed=13)
+        sequence.pages = page_table([*shared, *(scheduler.pool.allocate(1) or [])])
+        scheduler.enter(sequence)
+    assert quiet_steps(scheduler, 40) == 3
+    advance(scheduler, 3, token_of)
+    assert scheduler.schedule().preempted

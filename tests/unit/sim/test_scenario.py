@@ -16,6 +16,7 @@ from tandem.core.errors import ConfigError
 from tandem.core.identity import Role
 from tandem.core.step_times import Card, Fitted, ModelSize, Roofline, Terms
 from tandem.core.time_model import OF_SIMULATIONS, TimeModel, read_time_model
+from tandem.core.windows import Windows
 from tandem.sim.faults import Death, SlowLink
 from tandem.sim.load import APART_S
 from tandem.sim.scenario import Scenario, arrivals, read_scenario
@@ -112,6 +113,19 @@ def test_traces_follow_each_other_and_each_request_comes_several_times(tmp_path:
     assert {0.0, 2.0, 4.0, 6.0} <= set(times), "as they were recorded, one after the other"
     assert max(times) <= 6.0 + APART_S
     assert [one.number for one in found] == list(range(24))
+
+
+def test_a_window_reaches_steps_pages_and_handoffs(tmp_path: Path) -> None:
+    file = tmp_path / "scenario.yaml"
+    file.write_text("model: {layers: 32, window: 4096}\n")
+    shape = read_scenario(file).shape()
+    kept = {pool.limits.window for pool in (shape.prefill, shape.decode)} | {shape.kv_format.layout.window}
+    assert kept == {4096 + 256}, "GPUs read whole blocks"
+    assert shape.times.windows == Windows(4096, 32)
+    file.write_text("model: {layers: 62, window: 1024, full_layers: 10}\n")
+    shape = read_scenario(file).shape()
+    assert {pool.limits.window for pool in (shape.prefill, shape.decode)} | {shape.kv_format.layout.window} == {0}
+    assert shape.times.windows == Windows(1024, 52, 10)
 
 
 def test_bounds_of_pools_and_the_law_s_settings_reach_the_world(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from tandem.core.errors import ConfigError, OverloadedError
 from tandem.core.identity import Role, WorkerKey
 from tandem.core.pages import PagePool
 from tandem.core.step_times import Fitted
+from tandem.core.windows import Windows
 from tandem.sim.faults import FaultShape, SlowLink
 from tandem.sim.fleet import Life
 from tandem.sim.load import Arrival, Lengths, drawn
@@ -45,6 +46,19 @@ SHAPE = WorldShape(
     message_s=MESSAGE_S,
     report_s=0.05,
 )
+
+
+WINDOW = 40
+
+
+def windowed(shape: WorldShape, window: int = WINDOW) -> WorldShape:
+    """As `shape`, of a model whose layers all have a window."""
+    prefill, decode = (
+        dataclasses.replace(pool, limits=dataclasses.replace(pool.limits, window=window))
+        for pool in (shape.prefill, shape.decode)
+    )
+    kv_format = dataclasses.replace(shape.kv_format, layout=dataclasses.replace(FORMAT.layout, window=window))
+    return dataclasses.replace(shape, prefill=prefill, decode=decode, kv_format=kv_format)
 
 
 def simulated(shape: WorldShape, arrivals: list[Arrival]) -> tuple[World, list[Outcome]]:
@@ -79,6 +93,31 @@ def test_of_one_request_every_moment_can_be_counted() -> None:
     assert list(one.parts) == ["waits for prefill", "prefill", "handoff", "decode"]
     parts = MESSAGE_S, 2 * STEP_S + 100 * TOKEN_S, sent_s, 10 * (STEP_S + TOKEN_S)
     assert list(one.parts.values()) == pytest.approx(parts)
+
+
+def test_of_a_windowed_model_the_last_pages_alone_are_sent() -> None:
+    """Of 100 tokens and a window of 40 the first three pages are seen by no output."""
+    slow = dataclasses.replace(windowed(SHAPE), bytes_per_s=100 * TOKEN_BYTES)
+    _, (one,) = simulated(slow, [Arrival(0, 5.0, 100, 11)])
+    assert one.ttft_s == pytest.approx(MESSAGE_S + 2 * STEP_S + 100 * TOKEN_S)
+    # Of them the first 16 are computed with the first chunk, and leave while the second one is.
+    sent_s = (100 - 48) / 100 + LATENCY_S - (STEP_S + 36 * TOKEN_S)
+    assert one.longest_gap_s == pytest.approx(sent_s + STEP_S + TOKEN_S)
+    # Of 130 tokens and chunks of 64, all that are sent are of the second chunk and of the third one.
+    _, (one,) = simulated(slow, [Arrival(0, 5.0, 130, 11)])
+    assert one.longest_gap_s == pytest.approx((130 - 80) / 100 + LATENCY_S - (STEP_S + 2 * TOKEN_S) + STEP_S + TOKEN_S)
+
+
+def test_a_text_of_a_windowed_model_may_be_longer_than_the_pools() -> None:
+    pools = {name: PoolShape(1, 12, LIMITS) for name in ("prefill", "decode")}
+    small = dataclasses.replace(SHAPE, **pools)
+    _, (one,) = simulated(windowed(small), [Arrival(0, 0.0, 1000, 500)])
+    # Decode does not begin before all pages that it holds have come: three or four.
+    assert one.longest_gap_s == pytest.approx(STEP_S + TOKEN_S + LATENCY_S + 40 * TOKEN_BYTES / 1e9, rel=1e-3)
+    with pytest.raises(ConfigError, match=r"1000 \+ 500 tokens, and a worker has room for 192"):
+        World(small).run([Arrival(0, 0.0, 1000, 500)])
+    with pytest.raises(ConfigError, match=r"1000 \+ 500 tokens, and 240 are kept at a time, and a worker has room"):
+        World(windowed(small, 70)).run([Arrival(0, 0.0, 1000, 500)])
 
 
 def test_a_slow_way_out_is_shared_by_all_that_use_it() -> None:
@@ -211,12 +250,18 @@ def test_a_request_that_fits_nowhere_is_named() -> None:
 
 
 requests = st.lists(st.tuples(st.floats(0, 2), st.integers(1, 400), st.integers(1, 40)), min_size=1, max_size=30)
+windows = st.sampled_from((0, 0, 20, 150))
 
 
 @settings(max_examples=60, deadline=None)
-@given(requests, st.integers(40, 80), st.integers(30, 60), st.integers(1, 3), st.booleans())
+@given(requests, st.integers(40, 80), st.integers(30, 60), st.integers(1, 3), st.booleans(), windows)
 def test_whatever_comes_ends_and_leaves_nothing_behind(
-    asked: list[tuple[float, int, int]], prefill_pages: int, decode_pages: int, num_workers: int, mixes: bool
+    asked: list[tuple[float, int, int]],
+    prefill_pages: int,
+    decode_pages: int,
+    num_workers: int,
+    mixes: bool,
+    window: int,
 ) -> None:
     """Also where pages are so few that sequences are preempted and reservations wait."""
     shape = dataclasses.replace(
@@ -225,7 +270,7 @@ def test_whatever_comes_ends_and_leaves_nothing_behind(
         decode=PoolShape(num_workers, decode_pages, dataclasses.replace(LIMITS, computes_prompts=mixes)),
         mixed_pool_tokens=200 if mixes else 0,
     )
-    simulated(shape, [Arrival(number, *one) for number, one in enumerate(asked)])
+    simulated(windowed(shape, window), [Arrival(number, *one) for number, one in enumerate(asked)])
 
 
 def of_tenant(name: str, weight: float = 1.0, priority: int = 0) -> TenantShape:
@@ -379,10 +424,15 @@ def test_worker_hours_count_from_the_order_to_the_end() -> None:
 
 @settings(deadline=None, max_examples=20)
 @given(
-    st.integers(0, 10_000), st.floats(1, 40), st.integers(60, 400), st.sampled_from((0.0, 0.004, 0.05)), st.booleans()
+    st.integers(0, 10_000),
+    st.floats(1, 40),
+    st.integers(60, 400),
+    st.sampled_from((0.0, 0.004, 0.05)),
+    st.booleans(),
+    windows,
 )
 def test_steps_taken_at_once_change_nothing(
-    seed: int, rate: float, num_pages: int, report_s: float, keeps_prefixes: bool
+    seed: int, rate: float, num_pages: int, report_s: float, keeps_prefixes: bool, window: int
 ) -> None:
     """Whether the simulation takes the steps of a decode worker one by one or several at a time."""
     pools = {
@@ -394,9 +444,10 @@ def test_steps_taken_at_once_change_nothing(
         **pools,
         report_s=report_s,
         mixed_pool_tokens=60,
-        times=Fitted(STEP_S, TOKEN_S, 1e-4, 1e-6),
+        times=Fitted(STEP_S, TOKEN_S, 1e-4, 1e-6, windows=Windows(window, 4)),
         prefix_cache=keeps_prefixes,
     )
+    shape = windowed(shape, window)
     load = drawn(60, rate, Lengths(100, 0.8), Lengths(40, 1.0), seed)
     load = [
         dataclasses.replace(

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from tandem.core.step_times import Roofline, Terms
+from tandem.core.windows import NO_WINDOWS, Windows, kept_windows
 from tandem.plan.cards import CardSheet
 from tandem.plan.shapes import ModelShape
 
@@ -55,8 +56,17 @@ class Served:
 
     @property
     def token_bytes(self) -> int:
-        """Of K and V."""
+        """Of K and V, in all layers."""
         return self.shape.kv_bytes_per_token(self.kv_dtype)
+
+    @property
+    def kept(self) -> Windows:
+        """Of which tokens of a sequence a worker on GPUs keeps K and V."""
+        return kept_windows(self.shape.windows, on_cpu=False)
+
+    def sequence_bytes(self, num_tokens: int) -> float:
+        """Of K and V that are kept of a sequence of so many tokens."""
+        return self.token_bytes * self.kept.seen(num_tokens)
 
 
 def roofline(model: Served, machine: Machine) -> Roofline:
@@ -70,14 +80,15 @@ def kv_room(model: Served, machine: Machine) -> int:
     return math.floor((machine.memory_bytes - model.weight_bytes) / model.token_bytes)
 
 
-def prefill_terms(num_tokens: int) -> Terms:
+def prefill_terms(num_tokens: int, windows: Windows = NO_WINDOWS) -> Terms:
     """Of a whole prompt in one step."""
-    return Terms(num_tokens, 0, num_tokens, num_tokens * (num_tokens + 1) / 2)
+    return Terms.of([(0, num_tokens, False)], windows)
 
 
-def decode_terms(batch: int, context: int) -> Terms:
+def decode_terms(batch: int, context: int, windows: Windows = NO_WINDOWS) -> Terms:
     """Of a step that generates one token for each of `batch` sequences of `context` tokens."""
-    return Terms(batch, batch, batch * context, float(batch * context))
+    num_seen = batch * windows.seen(context)
+    return Terms(batch, batch, num_seen, float(num_seen))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +141,13 @@ class Batch:
 
 def largest_batch(model: Served, machine: Machine, context: int, tpot_s: float | None = None) -> Batch:
     """Of sequences of `context` tokens each."""
-    of_memory = max(0, kv_room(model, machine)) // context
+    of_memory = int(max(0, kv_room(model, machine)) // model.kept.seen(context))
     if tpot_s is None:
         return Batch(of_memory, None)
     times = roofline(model, machine)
 
     def holds(batch: int) -> bool:
-        return times.seconds(decode_terms(batch, context)) <= tpot_s
+        return times.seconds(decode_terms(batch, context, times.windows)) <= tpot_s
 
     low, high = 0, 1
     while holds(high) and high <= of_memory:
@@ -161,8 +172,9 @@ def rates(model: Served, machine: Machine, num_input: int, num_output: int, tpot
     times = roofline(model, machine)
     context = num_input + max(1, num_output // 2)
     batch = largest_batch(model, machine, num_input + num_output, tpot_s)
-    decode = batch.most / times.seconds(decode_terms(batch.most, context)) if batch.most else 0.0
-    return Rates(num_input / times.seconds(prefill_terms(num_input)), decode, batch)
+    prefill_s = times.seconds(prefill_terms(num_input, times.windows))
+    decode_s = times.seconds(decode_terms(batch.most, context, times.windows))
+    return Rates(num_input / prefill_s, batch.most / decode_s if batch.most else 0.0, batch)
 
 
 def cost_per_million(price_per_hour: float, tokens_per_s: float) -> float:

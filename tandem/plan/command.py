@@ -44,12 +44,15 @@ def kv(options: argparse.Namespace) -> int:
     table.add_row("parameters", _count(model.shape.num_parameters))
     table.add_row("weights", _bytes(model.weight_bytes))
     table.add_row("KV of a token", _bytes(model.token_bytes))
-    table.add_row(f"KV of {tokens:,} tokens", _bytes(model.token_bytes * tokens))
+    table.add_row(f"KV of {tokens:,} tokens", _bytes(model.sequence_bytes(tokens)))
     if options.card is not None:
         machine = _machine(options)
-        room = _room(model, machine)
-        table.add_row(f"room on {_name(machine)}", f"{room:,} tokens: {room // tokens:,} sequences of {tokens:,}")
-    _out().print(table)
+        room, most = _room(model, machine), largest_batch(model, machine, tokens).of_memory
+        table.add_row(f"room on {_name(machine)}", f"{room:,} tokens: {most:,} sequences of {tokens:,}")
+    out = _out()
+    out.print(table)
+    if model.shape.window:
+        out.print(f"\n{_said_of_windows(model)}")
     return 0
 
 
@@ -59,12 +62,12 @@ def roofline(options: argparse.Namespace) -> int:
     times = roofline_of(model, machine)
     table = _table("step", "ms", "tokens/s", "operations a byte", "bound by")
     for tokens in options.tokens:
-        table.add_row(f"prompt of {tokens:,}", *_phase(phase(times, prefill_terms(tokens)), tokens))
-    room = kv_room(model, machine)
+        table.add_row(f"prompt of {tokens:,}", *_phase(phase(times, prefill_terms(tokens, times.windows)), tokens))
     for tokens in options.tokens:
+        most = largest_batch(model, machine, tokens).of_memory
         for batch in options.batch:
-            shown = _phase(phase(times, decode_terms(batch, tokens)), batch)
-            fits = "" if batch * tokens <= room else "  (no room for its K and V)"
+            shown = _phase(phase(times, decode_terms(batch, tokens, times.windows)), batch)
+            fits = "" if batch <= most else "  (no room for its K and V)"
             table.add_row(f"{batch:,} x {tokens:,}{fits}", *shown)
     out = _out()
     out.print(table)
@@ -137,6 +140,16 @@ def _model(options: argparse.Namespace) -> Served:
 
 def _machine(options: argparse.Namespace) -> Machine:
     return Machine(find_card(options.card), options.cards)
+
+
+def _said_of_windows(model: Served) -> str:
+    windows, kept = model.shape.windows, model.kept
+    num = "all" if windows.are_everywhere else f"{windows.num_windowed} of {model.shape.layers}"
+    said = f"In {num} layers a token sees the last {windows.window:,} tokens; "
+    if not kept.window:
+        return said + "K and V of all tokens are kept all the same, since the other layers see them."
+    block = f", {kept.window - windows.window} of them since kernels of GPUs read whole blocks"
+    return said + f"K and V of the last {kept.window:,} are kept{block}."
 
 
 def _room(model: Served, machine: Machine) -> int:

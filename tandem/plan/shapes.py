@@ -11,6 +11,7 @@ from tandem.core.dtypes import kv_head_bytes
 from tandem.core.errors import ConfigError
 from tandem.core.model_path import text_config
 from tandem.core.step_times import ModelSize
+from tandem.core.windows import Windows, windows_in, windows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class ModelShape:
         is_gated: the feed-forward part has three matrices, else two.
         is_tied: the output layer is the embedding.
         experts, experts_per_token: of a mixture; 0: there is none.
+        window, full_layers: the last tokens that a token sees in layers with a window, itself included, and how many
+            layers see all beside those; 0: all layers see all.
     """
 
     name: str
@@ -38,6 +41,12 @@ class ModelShape:
     is_tied: bool = False
     experts: int = 0
     experts_per_token: int = 0
+    window: int = 0
+    full_layers: int = 0
+
+    @property
+    def windows(self) -> Windows:
+        return windows_in(self.window, self.layers, self.full_layers)
 
     @property
     def num_parameters(self) -> int:
@@ -72,6 +81,7 @@ class ModelShape:
             self.kv_bytes_per_token(kv_dtype),
             self.layers,
             self.heads * self.head_dim,
+            self.windows,
         )
 
 
@@ -84,13 +94,31 @@ KNOWN: dict[str, ModelShape] = {
         ModelShape("llama-3-8b", 32, 4096, 32, 8, 128, 14336, 128256),
         ModelShape("llama-3-70b", 80, 8192, 64, 8, 128, 28672, 128256),
         ModelShape("mistral-7b", 32, 4096, 32, 8, 128, 14336, 32000),
+        ModelShape("mistral-7b-v0.1", 32, 4096, 32, 8, 128, 14336, 32000, window=4096),
         ModelShape("mixtral-8x7b", 32, 4096, 32, 8, 128, 14336, 32000, experts=8, experts_per_token=2),
         ModelShape("qwen-2.5-7b", 28, 3584, 28, 4, 128, 18944, 152064),
         ModelShape("qwen-2.5-72b", 80, 8192, 64, 8, 128, 29568, 152064),
+        ModelShape("gemma-2-9b", 42, 3584, 16, 8, 256, 14336, 256000, is_tied=True, window=4096, full_layers=21),
+        ModelShape("gemma-3-27b", 62, 5376, 32, 16, 128, 21504, 262208, is_tied=True, window=1024, full_layers=10),
+        ModelShape(
+            "gpt-oss-20b",
+            24,
+            2880,
+            64,
+            8,
+            64,
+            2880,
+            201088,
+            experts=32,
+            experts_per_token=4,
+            window=128,
+            full_layers=12,
+        ),
         ModelShape("bloom-176b", 70, 14336, 112, 112, 128, 57344, 250880, is_gated=False, is_tied=True),
     )
 }
-"""By the names of their publishers, from their `config.json`."""
+"""By the names of their publishers, from their `config.json`; of those that see images the text part. Of Mistral 7B the
+first version alone has a window."""
 
 # What `config.json` calls them, by age and family.
 _NAMES: dict[str, tuple[str, ...]] = {
@@ -148,6 +176,7 @@ def _of_config(name: str, config: dict[str, Any]) -> ModelShape:
     if not (head_dim := find("head_dim") or hidden // heads):
         raise ConfigError(f"the config.json of {name} has more heads than their hidden size, {hidden}", key="--model")
     kind = str(config.get("model_type", ""))
+    windows = _windows(name, config, layers)
     return ModelShape(
         name, layers, hidden, heads,
         kv_heads=find("kv_heads") or heads,
@@ -158,4 +187,22 @@ def _of_config(name: str, config: dict[str, Any]) -> ModelShape:
         is_tied=bool(config.get("tie_word_embeddings", kind in _TIED)),
         experts=find("experts") or 0,
         experts_per_token=find("experts_per_token") or 0,
+        window=windows.window,
+        full_layers=windows.num_full,
     )  # fmt: skip
+
+
+def _windows(name: str, config: dict[str, Any], layers: int) -> Windows:
+    try:
+        windows = windows_of({**config, "num_hidden_layers": layers})
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the config.json of {name} says no windows of layers that can be: {error}", key="--model"
+        ) from error
+    if windows.window < 0 or (windows.window and windows.num_windowed + windows.num_full != layers):
+        raise ConfigError(
+            f"the config.json of {name} says {windows.window} of sliding_window, and of {layers} layers the kinds of "
+            f"{windows.num_windowed + windows.num_full} (layer_types): no model has that",
+            key="--model",
+        )
+    return windows

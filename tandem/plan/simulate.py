@@ -173,7 +173,7 @@ def _shape(plan: Plan, types: dict[str, TypeSpec], pools: Pools, load: Sequence[
     served, model = plan.served, plan.served.shape
     spec = ModelSpec(
         parameters=float(model.num_active), layers=model.layers, hidden_size=model.hidden, kv_heads=model.kv_heads,
-        head_dim=model.head_dim, kv_dtype=plan.model.kv_dtype,
+        head_dim=model.head_dim, kv_dtype=plan.model.kv_dtype, window=model.window, full_layers=model.full_layers,
     )  # fmt: skip
     prefill, decode = types[pools.prefill_type].machine, types[pools.decode_type].machine
     scenario = Scenario(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,9 +33,13 @@ PUBLISHED = {
     "llama-3-8b": (8.030e9, 131_072),
     "llama-3-70b": (70.554e9, 327_680),
     "mistral-7b": (7.242e9, 131_072),
+    "mistral-7b-v0.1": (7.242e9, 131_072),
     "mixtral-8x7b": (46.703e9, 131_072),
     "qwen-2.5-7b": (7.616e9, 57_344),
     "qwen-2.5-72b": (72.706e9, 327_680),
+    "gemma-2-9b": (9.242e9, 344_064),
+    "gemma-3-27b": (27.016e9, 507_904),  # 1,416 and 25,600 million, without the encoder of images
+    "gpt-oss-20b": (20.91e9, 49_152),
     "bloom-176b": (176.247e9, 4_014_080),
 }
 #: 1,000 operations and 10 bytes a second, 1,000 bytes of memory: easy to count with.
@@ -81,6 +86,54 @@ def test_times_counted_by_hand() -> None:
     assert step.intensity == pytest.approx(512 / 374)
 
 
+def test_a_model_whose_layers_all_have_a_window_counted_by_hand() -> None:
+    """Mistral 7B v0.1: 32 layers of 8 heads of 128 in 16 bits, which see 4,096 tokens."""
+    model, h100 = Served(KNOWN["mistral-7b-v0.1"]), Machine(CARDS["h100"])
+    # 131,072 bytes a token; nothing more of a text beyond its window, and of the 256 tokens of a GPU's block.
+    assert [model.sequence_bytes(num) for num in (1, 4096, 4352, 4353, 32_768)] == [
+        131_072, 536_870_912, 570_425_344, 570_425_344, 570_425_344,
+    ]  # fmt: skip
+    # 72e9 - 14,482,931,712 bytes have room for 438,820 tokens.
+    assert kv_room(model, h100) == 438_820
+    assert largest_batch(model, h100, 4096).of_memory == 438_820 // 4096 == 107
+    assert largest_batch(model, h100, 32_768).of_memory == 438_820 // 4352 == 100
+    assert largest_batch(Served(KNOWN["mistral-7b"]), h100, 32_768).of_memory == 438_820 // 32_768 == 13
+    times = roofline(model, Machine(CARDS["h200"]))
+    # Of 8 texts of 32,768 tokens a step reads 14,482,931,712 bytes of weights and 8 windows, at 0.8 x 4.8e12 a second.
+    step = phase(times, decode_terms(8, 32_768, times.windows))
+    assert step.num_bytes == model.weight_bytes + 8 * 4096 * 131_072
+    assert step.seconds == pytest.approx(0.002 + 18_777_899_008 / 3.84e12, rel=1e-5)
+    assert step.seconds == phase(times, decode_terms(8, 4096, times.windows)).seconds
+    # The first 4,096 tokens of a prompt see 1, 2, … tokens, all others 4,096.
+    prompt = phase(times, prefill_terms(32_768, times.windows))
+    num_pairs = 4096 * 4097 // 2 + (32_768 - 4096) * 4096
+    assert prompt.flops == 2 * model.shape.num_active * 32_768 + 4 * 32 * 4096 * num_pairs
+    assert phase(times, prefill_terms(4096, times.windows)) == phase(times, prefill_terms(4096))
+
+
+def test_a_model_of_which_some_layers_have_a_window_counted_by_hand() -> None:
+    """Gemma 3 27B: of 62 layers of 16 heads of 128 ten see all, and the others 1,024 tokens."""
+    model = Served(KNOWN["gemma-3-27b"])
+    # Pages of all tokens stay: 507,904 bytes a token, below the window and above.
+    assert [model.sequence_bytes(num) for num in (1, 1024, 1025, 32_768)] == [
+        507_904, 1024 * 507_904, 1025 * 507_904, 32_768 * 507_904,
+    ]  # fmt: skip
+    assert kv_room(model, Machine(CARDS["h200"])) == (126.9e9 - model.weight_bytes) // 507_904 == 143_499
+    assert largest_batch(model, Machine(CARDS["h200"]), 32_768).of_memory == 143_499 // 32_768 == 4
+    times = roofline(model, Machine(CARDS["h200"]))
+    read = [times.model.num_bytes(decode_terms(1, num, times.windows)) for num in (1023, 1024, 1025, 32_768)]
+    # A token more costs 62 x 8,192 bytes below the window, and 10 x 8,192 above it.
+    assert read[1] - read[0] == 507_904
+    assert read[2] - read[1] == pytest.approx(81_920)
+    assert read[3] - read[1] == pytest.approx(81_920 * (32_768 - 1024))
+    assert times.seconds(decode_terms(8, 32_768, times.windows)) == pytest.approx(
+        0.002 + (model.weight_bytes + 8 * (10 * 32_768 + 52 * 1024) * 8192) / 3.84e12
+    )
+    prompt = times.model.flops(prefill_terms(32_768, times.windows)) - 2 * model.shape.num_active * 32_768
+    of_all, of_window = 32_768 * 32_769 // 2, 1024 * 1025 // 2 + (32_768 - 1024) * 1024
+    assert prompt == pytest.approx(4 * 32 * 128 * (10 * of_all + 52 * of_window))
+
+
 def test_the_ridge_is_where_computing_and_reading_take_as_long() -> None:
     assert find_card("h100").ridge == pytest.approx(989e12 / 3.35e12)
     assert all(20 < card.ridge < 700 for card in CARDS.values())
@@ -122,6 +175,9 @@ def test_a_directory_of_a_checkpoint_is_a_model_too(tmp_path: Path) -> None:
     assert shape == ModelShape(
         tmp_path.name, 2, 64, 4, 2, 32, 48, 100, is_tied=True, experts=8, experts_per_token=2
     )  # fmt: skip
+    slides = {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+    (tmp_path / "config.json").write_text(json.dumps(config | slides))
+    assert find_shape(str(tmp_path)) == replace(shape, window=16, full_layers=1)
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64, "n_layer": 2, "n_head": 2}))
     with pytest.raises(ConfigError, match="does not say vocab_size"):
         find_shape(str(tmp_path))
@@ -138,6 +194,12 @@ SMALL = {"hidden_size": 64, "n_layer": 2, "n_head": 2, "vocab_size": 100}
         (SMALL | {"n_layer": -3}, "says -3 of num_hidden_layers or n_layer"),
         (SMALL | {"num_local_experts": -1}, "says -1 of num_local_experts"),
         (SMALL | {"n_head": 65}, "more heads than their hidden size, 64"),
+        (SMALL | {"model_type": "mistral", "sliding_window": -5}, "says -5 of sliding_window"),
+        (SMALL | {"model_type": "mistral", "sliding_window": "wide"}, "no windows of layers that can be"),
+        (
+            SMALL | {"sliding_window": 8, "layer_types": ["sliding_attention"]},
+            "of 2 layers the kinds of 1 (layer_types)",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_is_refused(
@@ -152,6 +214,15 @@ def test_a_model_that_cannot_be_is_refused(
     ("line", "shown"),
     [
         ("kv --model llama-3-8b --tokens 8192 --card h100", "426,788 tokens: 52 sequences of 8,192"),
+        ("kv --model mistral-7b-v0.1 --tokens 32768 --card h100", "438,820 tokens: 100 sequences of 32,768"),
+        (
+            "kv --model mistral-7b-v0.1",
+            "In all layers a token sees the last 4,096 tokens; K and V of the last 4,352 are",
+        ),
+        (
+            "kv --model gpt-oss-20b",
+            "In 12 of 24 layers a token sees the last 128 tokens; K and V of all tokens are kept",
+        ),
         ("roofline --model llama-3-8b --card h100 --batch 1", "reading"),
         ("batch --model llama-3-8b --card h100 --tokens 4096 --tpot-ms 30", "104 (bound by KV memory)"),
         ("cost --model llama-3-8b --card h100 --price 2.5", "0.053"),

@@ -182,6 +182,20 @@ def test_what_a_trace_says_prompts_share_is_computed_once(tmp_path: Path) -> Non
     assert of_without == of_other
 
 
+def test_texts_longer_than_the_pages_are_planned_where_all_layers_have_a_window(tmp_path: Path) -> None:
+    """An L4 has room for 54,000 tokens beside Mistral 7B."""
+
+    def found(name: str) -> Kept:
+        load = {"requests": 3, "input_median": 80_000, "input_spread": 0, "output_median": 20}
+        types = {"l4": {"card": "l4"}}
+        plan, specs = read_plan(plan_file(tmp_path, model={"name": name}, load=load, types=types))
+        return simulate(plan, specs, Pools("l4", 1, "l4", 1), whole=True)
+
+    with pytest.raises(ConfigError, match="a worker has room for 54"):
+        found("mistral-7b")
+    assert found("mistral-7b-v0.1").is_whole
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [

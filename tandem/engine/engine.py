@@ -14,6 +14,7 @@ from tandem.core.errors import ConfigError
 from tandem.core.model_path import tensors_dtype
 from tandem.core.pooling import Pooling, read_pooling
 from tandem.core.version import version
+from tandem.core.windows import Windows, kept_windows
 from tandem.engine import loader
 from tandem.engine.arena import KVArena
 from tandem.engine.attention.interface import AttentionBackend
@@ -40,9 +41,6 @@ _log = logging.getLogger(__name__)
 _DEFAULT_CPU_KV_BYTES = 1 << 30
 #: The same on a GPU, of what is free after the weights.
 _DEFAULT_DEVICE_KV_SHARE = 0.8
-#: A GPU's kernels read whole blocks, of so many tokens at most, and weigh with zero what a window hides: were that no
-#: number, neither would be the result. So it must be the sequence's own.
-_BLOCK_TOKENS = 256
 
 
 class Engine:
@@ -57,6 +55,7 @@ class Engine:
         vocab_size: token ids are `[0, vocab_size)`.
         eos_token_ids: the ids that end a text.
         max_context: greatest number of tokens of a sequence, prompt and output.
+        windows: of its layers.
         window: a token sees so many tokens at most in every layer, itself included; 0: all, in some layer. Pages
             wholly behind that may be another's, if they are of the arena.
         weights_sha256: of all that shapes KV; workers that differ in it must not share pages.
@@ -91,7 +90,8 @@ class Engine:
         self.vocab_size = loader.vocab_size_of(model)
         self.eos_token_ids = eos_token_ids
         self.max_context = max_context
-        self.window = _window(model, max_context)
+        self.windows = loader.windows_of(model.config)
+        self.window = _window(self.windows, max_context, model.device)
         self.types = types = types or Types.all_of(layout.dtype)
         self.weights_sha256 = loader.weights_sha256(model, types)
         self.attention = backend.name
@@ -280,11 +280,9 @@ def _tensors_dtype(model_dir: Path, kernels: Kernels) -> str:
     return dtype if dtype != "float16" or kernels.can_widen_float16 else "float32"
 
 
-def _window(model: PreTrainedModel, max_context: int) -> int:
+def _window(windows: Windows, max_context: int, device: torch.device) -> int:
     """As `Engine.window`; 0, too, where no context is longer."""
-    window = loader.window_of(model.config)
-    if window and model.device.type != "cpu":
-        window += _BLOCK_TOKENS
+    window = kept_windows(windows, on_cpu=device.type == "cpu").window
     return window if window < max_context else 0
 
 

@@ -25,11 +25,13 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
+from tandem.core import windows
 from tandem.core.dtypes import KV_DTYPES
 from tandem.core.errors import ConfigError, ModelLoadError, TandemError, UnsupportedModelError
 from tandem.core.model_path import has_other_parts, is_of_other_part
 from tandem.core.pooling import Pooling, PoolingTask
 from tandem.core.tokenizer import Tokenizer
+from tandem.core.windows import Windows
 from tandem.engine.arena import TORCH_DTYPES
 from tandem.engine.attention.interface import ATTENTION_NAME
 from tandem.engine.layout import KVLayout
@@ -359,17 +361,9 @@ def context_of(config: PreTrainedConfig, requested: int | None) -> int:
     return requested
 
 
-# Whose attention always hands on the window of the config, for every layer.
-_ALL_SLIDE = ("mistral", "mixtral", "phi3", "starcoder2")
-
-
-def window_of(config: PreTrainedConfig) -> int:
-    """Return the last tokens that a token sees at most, itself included, where every layer is so; 0: some sees more."""
-    text = config.get_text_config(decoder=True)
-    kinds = getattr(text, "layer_types", None)
-    slides = set(kinds) == {"sliding_attention"} if kinds else text.model_type in _ALL_SLIDE
-    is_on = getattr(text, "use_sliding_window", True)  # some keep the kinds of their layers where it is off
-    return int(getattr(text, "sliding_window", None) or 0) if slides and is_on else 0
+def windows_of(config: PreTrainedConfig) -> Windows:
+    """Return the windows of its layers."""
+    return windows.windows_of(config.get_text_config(decoder=True).to_dict())
 
 
 def eos_of(model_dir: str | os.PathLike[str], config: PreTrainedConfig) -> tuple[int, ...]:

@@ -82,6 +82,7 @@ class SimulatedEngine:
         self.weights_sha256 = hashlib.sha256(b"simulated" + shape.encode()).hexdigest()
         self.on_cpu = spec.card.is_cpu
         self._times = spec.step_times()
+        self.windows = self._times.windows
         self._mean_output = spec.model.output_tokens
         special = Tokenizer.from_dir(model_dir).special_ids | set(self.eos_token_ids)
         self._ordinary = [token_id for token_id in range(self.vocab_size) if token_id not in special]
@@ -99,7 +100,7 @@ class SimulatedEngine:
         """Take the time of the step. The logits are 0 each: its sampler has no need of them."""
         began_s = time.monotonic()
         parts = ((one.start, len(one.token_ids), len(one.token_ids) == one.num_logits) for one in sequences)
-        seconds = self._times.seconds(Terms.of(parts, self._times.windows))
+        seconds = self._times.seconds(Terms.of(parts, self.windows))
         left_s = began_s + seconds - time.monotonic()
         if left_s > 0:
             time.sleep(left_s)

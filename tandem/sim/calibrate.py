@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -14,10 +15,12 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from tandem.core.config_tree import build
 from tandem.core.errors import ConfigError
 from tandem.core.step_times import Fitted, Terms
-from tandem.core.time_model import FittedSpec
-from tandem.worker.step_log import COLUMNS, SUFFIX
+from tandem.core.time_model import FittedSpec, ModelSpec
+from tandem.core.windows import NO_WINDOWS, Windows
+from tandem.worker.step_log import COLUMNS, MODEL, SUFFIX, model_keys
 
 # Steps that took so many times as long as the others like them were held up by something else: a first use of memory,
 # another process. They are not of the model.
@@ -34,12 +37,13 @@ _Numbers = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One that was taken; `worker` is its file's. `began_s`: by the clock of the host."""
+    """One that was taken; `worker` is its file's. `began_s`: by the clock of the host; `windows`: of its model."""
 
     worker: str
     terms: Terms
     seconds: float
     began_s: float = 0.0
+    windows: Windows = NO_WINDOWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +83,16 @@ def _read(file: Path) -> Iterable[Step]:
     worker = file.name.removesuffix(SUFFIX).removesuffix(".1")
     try:
         with file.open(newline="") as lines:
-            rows = csv.reader(lines)
-            if tuple(next(rows, ())) != COLUMNS:
+            first, windows = next(lines, ""), NO_WINDOWS
+            if first.startswith(MODEL):
+                windows = build(ModelSpec, json.loads(first.removeprefix(MODEL))).windows
+                first = next(lines, "")
+            if tuple(first.strip().split(",")) != COLUMNS:
                 raise ConfigError(f"{file} is no step log; its first line must be {','.join(COLUMNS)}")
-            for row in rows:
+            for row in csv.reader(lines):
                 tokens, decode_rows, read, pairs, seconds, began_s = row
-                terms = Terms(int(tokens), int(decode_rows), int(read), float(pairs))
-                yield Step(worker, terms, float(seconds), float(began_s))
+                terms = Terms(int(tokens), int(decode_rows), float(read), float(pairs))
+                yield Step(worker, terms, float(seconds), float(began_s), windows)
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}") from error
     except ValueError as error:
@@ -214,12 +221,15 @@ def spec_of(times: Fitted) -> FittedSpec:
 def run(paths: Sequence[Path], out: Path | None, *, shared_cores: bool = False) -> int:
     """Print the fit of all steps and how near it comes to each worker's; write it to `out`."""
     steps = read_steps(paths)
+    windows = _windows_of(steps)
     found = fit_shared(steps) if shared_cores else fit(steps)
     spec = spec_of(found.times)
     tree: dict[str, object] = {
         "times": "fitted",
         "fitted": {name: float(f"{value:.6g}") for name, value in vars_of(spec).items()},
     }
+    if windows.window:
+        tree["model"] = model_keys(windows)
     if shared_cores:
         tree["cores"] = {"speeds": [float(f"{speed:.4g}") for speed in found.speeds]}
         tree["card"] = {"is_cpu": True}  # only workers on CPUs share cores
@@ -244,6 +254,15 @@ def run(paths: Sequence[Path], out: Path | None, *, shared_cores: bool = False) 
         except OSError as error:
             raise ConfigError(f"cannot write {out}: {error.strerror}", key="--out") from error
     return 0
+
+
+def _windows_of(steps: Sequence[Step]) -> Windows:
+    """Those of all. Raises `ConfigError` where they differ: a sum fits one model's steps."""
+    by_windows = {step.windows: step.worker for step in steps}
+    if len(by_windows) > 1:
+        told = ", ".join(f"{worker} of {model_keys(windows)}" for windows, worker in by_windows.items())
+        raise ConfigError(f"the logs are of several models ({told}); calibrate those of one at a time")
+    return next(iter(by_windows), NO_WINDOWS)
 
 
 def vars_of(spec: FittedSpec) -> dict[str, float]:

@@ -33,6 +33,7 @@ from tandem.core.protocols import Protocols
 from tandem.core.tokenizer import Tokenizer
 from tandem.core.version import version
 from tandem.core.vocabulary import Vocabulary
+from tandem.core.windows import Windows
 from tandem.engine.arena import KVArena
 from tandem.engine.engine import Engine
 from tandem.rpc.convert import ROLE_TO_PROTO, page_counts_to_proto, prompt_steps_to_proto
@@ -239,7 +240,7 @@ def build_parts(
     pacing = _make_pacing(config, place, site, arena)
     undo.callback(pacing.close)
     name, counters = place.worker_id, WorkerCounters()
-    step_log = _step_log(config, name)
+    step_log = _step_log(config, name, engine.windows)
     if step_log is not None:
         undo.callback(step_log.close)
     runner = Runner(engine, scheduler, name=f"runner-{name}", on_fatal=life.fail, pacing=pacing, step_log=step_log)
@@ -347,11 +348,11 @@ def _make_pacing(config: Config, place: WorkerPlace, site: Site, arena: KVArena)
     return make(shares, pages_ahead)
 
 
-def _step_log(config: Config, worker_id: str) -> StepLog | None:
+def _step_log(config: Config, worker_id: str, windows: Windows) -> StepLog | None:
     """`None`: nobody asked for it. Raises `ConfigError`."""
     directory = config.metrics.step_log
     try:
-        return StepLog(Path(directory).expanduser(), worker_id) if directory else None
+        return StepLog(Path(directory).expanduser(), worker_id, windows) if directory else None
     except OSError as error:
         raise ConfigError(
             f"metrics.step_log is {directory}, where {worker_id} cannot write ({error.strerror}); name another one",

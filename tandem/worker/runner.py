@@ -112,7 +112,7 @@ class Runner:
             if self._step_log is None:
                 self._step(hooks, batch)
             else:
-                terms = terms_of(batch)
+                terms = terms_of(batch, self._step_log.windows)
                 self._step(hooks, batch)
                 self._step_log.note(terms, time.monotonic() - began_s, began_s)
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
@@ -15,6 +16,9 @@ COLUMNS = ("num_tokens", "num_rows", "num_read", "num_pairs", "seconds", "began_
 """Those of `Terms`, the time from one step's planning to the end of its booking, and when that began by the monotonic
 clock, which all workers of a host share."""
 
+#: Before the columns, where layers have windows: these, as `model` of a scenario has them.
+MODEL = "# model: "
+
 SUFFIX = ".steps.csv"
 # Two files of so much are kept: a step takes some 50 bytes.
 _MOST_BYTES = 16 << 20
@@ -26,12 +30,19 @@ class StepLog:
 
     Used by one thread. A file that cannot be written ends the log, not the worker.
 
+    Args:
+        windows: with which the terms are counted; where there are some, the files begin with them, as a scenario has
+            them.
+
     Raises:
         OSError: the directory cannot be made, or not be written to.
     """
 
-    def __init__(self, directory: Path, worker_id: str, *, most_bytes: int = _MOST_BYTES) -> None:
+    def __init__(
+        self, directory: Path, worker_id: str, windows: Windows = NO_WINDOWS, *, most_bytes: int = _MOST_BYTES
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
+        self.windows = windows
         self.path = directory / f"{worker_id}{SUFFIX}"
         self._older = directory / f"{worker_id}.1{SUFFIX}"
         self._most_bytes = most_bytes
@@ -42,12 +53,14 @@ class StepLog:
     def _begin(self) -> None:
         # Without a buffer of its own, which closing would try to write once more.
         self._file = self.path.open("wb", buffering=0)
-        self._num_bytes = self._file.write(f"{','.join(COLUMNS)}\n".encode())
+        head = f"{MODEL}{json.dumps(model_keys(self.windows))}\n" if self.windows.window else ""
+        self._num_bytes = self._file.write(f"{head}{','.join(COLUMNS)}\n".encode())
 
     def note(self, terms: Terms, seconds: float, began_s: float) -> None:
         """One step."""
         self._lines.append(
-            f"{terms.num_tokens},{terms.num_rows},{terms.num_read},{terms.num_pairs:.1f},{seconds:.7f},{began_s:.7f}\n"
+            f"{terms.num_tokens},{terms.num_rows},{terms.num_read:.12g},{terms.num_pairs:.1f},"
+            f"{seconds:.7f},{began_s:.7f}\n"
         )
         if len(self._lines) >= _AT_ONCE:
             self.flush()
@@ -70,6 +83,12 @@ class StepLog:
     def close(self) -> None:
         self.flush()
         self._file.close()
+
+
+def model_keys(windows: Windows) -> dict[str, int]:
+    """What `model` of a scenario says of them."""
+    num_layers = windows.num_windowed + windows.num_full
+    return {"layers": num_layers, "window": windows.window, "full_layers": windows.num_full}
 
 
 def terms_of(batch: Batch, windows: Windows = NO_WINDOWS) -> Terms:

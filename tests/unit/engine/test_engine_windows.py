@@ -15,6 +15,7 @@ from tandem.core.config import EMBEDDED_MODEL
 from tandem.core.identity import Role
 from tandem.core.model_path import resolve_model
 from tandem.core.pages import num_hidden_pages
+from tandem.core.windows import kept_windows, windows_of
 from tandem.engine import loader
 from tandem.engine.engine import SequenceInput
 from tandem.engine.simulated import SimulatedEngine
@@ -50,7 +51,36 @@ SLIDING = {"sliding_window": 24, "layer_types": ["sliding_attention"] * 2, "num_
     ],
 )
 def test_a_window_counts_where_all_layers_have_it(model_type: str, options: dict[str, object], expected: int) -> None:
-    assert loader.window_of(AutoConfig.for_model(model_type, **options)) == expected
+    windows = loader.windows_of(AutoConfig.for_model(model_type, **options))
+    assert kept_windows(windows, on_cpu=True).window == expected
+
+
+# fmt: off
+SERVED = [
+    "arcee", "cohere", "cohere2", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "gpt2", "gpt_neox", "gpt_oss",
+    "granitemoe_swa", "llama", "ministral", "mistral", "mixtral", "olmo3", "phi", "qwen2", "qwen2_moe", "qwen3",
+    "qwen3_moe", "smollm3", "starcoder2",
+]
+# fmt: on
+KINDS = ["sliding_attention"] * 4 + ["full_attention"] * 4
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sliding_window": 24},
+        {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 3},
+        {"sliding_window": 24, "sliding_window_pattern": 3},
+        {"sliding_window": 24, "layer_types": KINDS},
+    ],
+    ids=str,
+)
+def test_a_file_says_what_its_model_does(model_type: str, options: dict[str, object]) -> None:
+    """`tandem plan` reads the file; the engine what `transformers` makes of it, with what the file leaves out."""
+    config = AutoConfig.for_model(model_type, num_hidden_layers=8, **options)
+    assert windows_of({"model_type": model_type, "num_hidden_layers": 8, **options}) == loader.windows_of(config)
 
 
 def test_a_context_that_is_no_longer_than_the_window_hides_nothing(model_dir: Path) -> None:

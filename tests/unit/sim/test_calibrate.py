@@ -14,7 +14,8 @@ from tandem.cli import main
 from tandem.core.errors import ConfigError
 from tandem.core.step_times import Fitted, Terms
 from tandem.core.time_model import read_time_model
-from tandem.sim.calibrate import Step, fit, fit_shared, read_steps, seconds_by_busy
+from tandem.core.windows import Windows
+from tandem.sim.calibrate import Step, fit, fit_shared, read_steps, run, seconds_by_busy
 from tandem.sim.cores import SharedCores
 from tandem.sim.kernel import Kernel
 from tandem.sim.scenario import read_scenario
@@ -158,6 +159,28 @@ def test_the_command_writes_speeds_of_shared_cores_as_a_scenario_reads_them(tmp_
     scenario = read_scenario(out)
     assert scenario.shape().speeds == pytest.approx(speeds, rel=0.02)
     assert scenario.card.is_cpu, "nothing else shares cores"
+
+
+def test_of_a_windowed_model_the_log_says_so_and_a_scenario_counts_alike(tmp_path: Path) -> None:
+    """Steps of long texts cost what their layers see, in the log, in the fit, and in what reads it."""
+    windows = Windows(512, num_windowed=5, num_full=1)
+    truth = Fitted(0.01, 1e-5, 0.0, 1e-6)
+    log = StepLog(tmp_path / "logs", "decode-0", windows)
+    for number in range(200):
+        one = Terms.of([(number * 40, 1, True)] * (1 + number % 5), windows)
+        log.note(one, truth.seconds(one), float(number))
+    log.close()
+    out = tmp_path / "times.yaml"
+    assert main(["sim", "calibrate", str(tmp_path / "logs"), "--out", str(out)]) == 0
+    times = read_scenario(out).step_times()
+    assert times.windows == windows
+    one = Terms.of([(9_999, 1, True)] * 4, times.windows)
+    assert times.seconds(one) == pytest.approx(0.01 + 4e-5 + 4e-6 * (10_000 + 5 * 512) / 6, rel=1e-3)
+    other = StepLog(tmp_path / "logs", "decode-1")
+    other.note(one, 0.1, 0.0)
+    other.close()
+    with pytest.raises(ConfigError, match="logs are of several models"):
+        run([tmp_path / "logs"], None)
 
 
 def test_the_newest_steps_are_kept_in_two_files(tmp_path: Path) -> None:

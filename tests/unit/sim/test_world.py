@@ -487,6 +487,12 @@ def test_without_prefill_workers_decode_computes_all_of_a_prompt_in_chunks_of_fu
     assert one.prefill == ""
 
 
+def test_without_prefill_workers_a_text_of_a_windowed_model_may_be_longer_than_the_pool() -> None:
+    small = dataclasses.replace(COLOCATED, decode=PoolShape(1, 12, LIMITS))
+    _, (one,) = simulated(windowed(small), [Arrival(0, 0.0, 1000, 500)])
+    assert one.e2e_s == pytest.approx(MESSAGE_S + 16 * STEP_S + 1000 * TOKEN_S + 499 * (STEP_S + TOKEN_S))
+
+
 def test_colocated_workers_share_the_requests() -> None:
     two = dataclasses.replace(COLOCATED, decode=dataclasses.replace(SHAPE.decode, num_workers=2))
     _, outcomes = simulated(two, drawn(60, 8.0, Lengths(150, 0.5), Lengths(30, 0.5), seed=3))

@@ -33,7 +33,7 @@ def run(path: Path, json: Path | None, timeline: Path | None = None) -> int:
     load, out, err = arrivals(scenario, path.parent), Console(soft_wrap=True), Console(stderr=True)
     columns = TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as progress:
-        task = progress.add_task("", total=len(load))
+        task = progress.add_task("", total=sum(1 for first in load for _ in first.turns()))
         num_ended = 0
 
         def ended(_: object) -> None:

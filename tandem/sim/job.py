@@ -28,7 +28,7 @@ class InFlight:
         slack_s: of its prompt, as of when it was placed first.
         give_up_s: until when it waits for a worker; `None`: it does not.
         kept_at: prefill workers that may keep pages of its prompt.
-        page_keys: of the full pages of its prompt; none without prefix caches.
+        page_keys: of the full pages of its prompt, and of its answer behind that; none without prefix caches.
         is_waiting: admission counts it as one that waits for the computation of its prompt.
     """
 

@@ -62,7 +62,7 @@ class Known:
     # -- prompts that begin alike
 
     def page_keys(self, arrival: Arrival) -> PageKeys:
-        """Of the full pages of its prompt; none without prefix caches."""
+        """Of the full pages of its prompt and its answer; none without prefix caches."""
         return self._prefixes.keys(arrival) if self._prefixes is not None else PageKeys()
 
     def foresee(self, job: Job, workers: Iterable[WorkerKey]) -> None:

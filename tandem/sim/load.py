@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from tandem.bench.load.trace_entry import MOONCAKE_BLOCK, TraceEntry
 from tandem.core.errors import ConfigError
@@ -22,9 +23,42 @@ class Arrival:
     arrived_s: float
     num_input: int
     num_output: int
-    block_ids: tuple[int, ...] = ()  # of its prompt, as of `TraceEntry`; none: it begins like no other
+    block_ids: tuple[int, ...] = ()  # as of `TraceEntry`, of its answer too where that is known; none: not named
     block_size: int = MOONCAKE_BLOCK
     tenant: str = ""  # its name; empty: all are of one
+    conversation: int | None = None  # the number of its first turn; `None`: it is no turn of one
+    turn: int = 1
+    num_common: int = 0  # tokens with which all prompts of the load begin
+    then: Following | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def begins_like_others(self) -> bool:
+        """Whether a cache may hold some of its prompt."""
+        return bool(self.block_ids or self.num_common) or self.conversation is not None
+
+    def turns(self) -> Iterator[Arrival]:
+        """It and all that follow, in order; only the first one says when it comes."""
+        arrival: Arrival | None = self
+        while arrival is not None:
+            yield arrival
+            arrival = arrival.then.arrival if arrival.then is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class Following:
+    """A request that comes once another one has its answer.
+
+    Attributes:
+        think_s: so long after the answer, at least.
+        gap_s: so long after the other one came, at least.
+    """
+
+    arrival: Arrival
+    think_s: float = 0.0
+    gap_s: float = 0.0
+
+    def arrived_s(self, other_came_s: float, answered_s: float) -> float:
+        return max(other_came_s + self.gap_s, answered_s + self.think_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +72,34 @@ class Lengths:
         return max(1, round(self.median * math.exp(rng.gauss(0.0, self.spread))))
 
 
-def drawn(num: int, rate: float, inputs: Lengths, outputs: Lengths, seed: int) -> list[Arrival]:
-    """`num` requests that come by chance (a Poisson process), `rate` a second."""
+def drawn(
+    num: int, rate: float, inputs: Lengths, outputs: Lengths, seed: int, num_common: int = 0
+) -> list[Arrival]:
+    """`num` requests that come by chance (a Poisson process), `rate` a second; `num_common`: tokens with which each
+    begins, beside its own."""
     rng, now_s, found = random.Random(seed), 0.0, []
     for number in range(num):
         now_s += rng.expovariate(rate)
-        found.append(Arrival(number, now_s, inputs.draw(rng), outputs.draw(rng)))
+        lengths = num_common + inputs.draw(rng), outputs.draw(rng)
+        found.append(Arrival(number, now_s, *lengths, num_common=num_common))
     return found
 
 
 def of_tenants(arrivals: Sequence[Arrival], shares: Mapping[str, float], seed: int) -> list[Arrival]:
-    """Each request is of one tenant, by chance; `shares`: how likely each is beside the others."""
+    """Each request, or conversation, is of one tenant, by chance; `shares`: how likely each is beside the others."""
     rng = random.Random(seed)
     names = rng.choices(list(shares), list(shares.values()), k=len(arrivals))
-    return [replace(arrival, tenant=name) for arrival, name in zip(arrivals, names, strict=True)]
+    return [changed(arrival, partial(replace, tenant=name)) for arrival, name in zip(arrivals, names, strict=True)]
+
+
+def changed(first: Arrival, change: Callable[[Arrival], Arrival]) -> Arrival:
+    """It and all that follow, each of them changed."""
+    found: Arrival | None = None
+    for one in reversed(list(first.turns())):
+        then = replace(one.then, arrival=found) if one.then is not None and found is not None else None
+        found = change(replace(one, then=then))
+    assert found is not None
+    return found
 
 
 def recorded(

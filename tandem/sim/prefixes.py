@@ -3,7 +3,7 @@ is known to hold which pages, as a router knows it. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from router.policy.prefix import HeldPrefix
@@ -28,18 +28,28 @@ class Prefixes:
     _index: PageIndex[bytes, WorkerKey] = field(default_factory=lambda: PageIndex(MOST_KEYS), init=False)
 
     def keys(self, arrival: Arrival) -> PageKeys:
-        """One for each full page of the prompt, chained over all blocks up to the one that it ends in. What no named
-        block covers, of a prompt without any or one whose lengths were scaled, is like no other."""
-        blocks, block_size = arrival.block_ids, arrival.block_size
-        own = -2 - arrival.number
-        if not blocks:
-            blocks, block_size = (own,), max(1, arrival.num_input)
-        num_lacking = pages_for(arrival.num_input, block_size) - len(blocks)
-        chain, _ = self._names.keys((*blocks, *(own for _ in range(num_lacking))))
-        num_pages = arrival.num_input // self.page_size
-        ends_in = (chain[((page + 1) * self.page_size - 1) // block_size] for page in range(num_pages))
+        """One for each full page of the prompt and the answer behind it. What others do not begin with is like no
+        other's, but for later turns of its conversation."""
+        num_tokens = arrival.num_input + arrival.num_output
+        last_tokens = range(self.page_size - 1, num_tokens, self.page_size)
+        ends_in = self._of_blocks(arrival, last_tokens) if arrival.block_ids else self._of_texts(arrival, last_tokens)
         names = ((number << _PLACE_BITS | page).to_bytes(SHORT, "big") for page, number in enumerate(ends_in))
         return PageKeys(name + _REST for name in names)
+
+    def _of_blocks(self, arrival: Arrival, last_tokens: range) -> Iterator[int]:
+        """What the block is called that each of these tokens is in, chained over all before it. What has no name, as an
+        answer from which no other request goes on, or the rest of a prompt whose lengths were scaled, is like no other.
+        """
+        blocks, size = arrival.block_ids, arrival.block_size
+        num_named = len(blocks) * size if arrival.then is not None else min(len(blocks) * size, arrival.num_input)
+        chain, _ = self._names.keys((*blocks[: pages_for(num_named, size)], -2 - arrival.number))
+        return (chain[token // size] if token < num_named else chain[-1] for token in last_tokens)
+
+    def _of_texts(self, arrival: Arrival, last_tokens: range) -> Iterator[int]:
+        """As `_of_blocks`, of what all prompts begin with and what is said behind that."""
+        whose = arrival.number if arrival.conversation is None else arrival.conversation
+        (common, own), _ = self._names.keys((-1, -2 - whose))
+        return (common if token < arrival.num_common else own for token in last_tokens)
 
     def hear(self, worker: WorkerKey, change: CacheChange) -> None:
         self._index.add(worker, (key[:SHORT] for key in change.came))

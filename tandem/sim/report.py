@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
 
 from router.observe.trace import PART_NAMES
-from tandem.bench.report.summary import Distribution, distribution
+from tandem.bench.report.summary import CacheUse, Distribution, TurnFigures, distribution
+from tandem.bench.report.tables import turn_table
 from tandem.core.errors import ConfigError, OverloadedError
 from tandem.core.identity import WORKER_ROLES, Role
 from tandem.sim.outcome import Outcome
 from tandem.sim.world import World
 
 FORMAT = "tandem-simulation-1"
+_MOST_TURNS = 12  # that are printed
 
 
 def content(world: World, outcomes: Sequence[Outcome], took_s: float) -> dict[str, Any]:
@@ -40,6 +43,7 @@ def content(world: World, outcomes: Sequence[Outcome], took_s: float) -> dict[st
         "num_requests": len(asked),
         "num_failed": len(asked) - len(outcomes) - num_refused,
         "num_refused": num_refused,
+        "num_unsent": world.num_unsent,
         "num_recovered": sum(one.num_recoveries > 0 for one in outcomes),
         "num_recoveries": sum(one.num_recoveries for one in asked),
         "num_input_tokens": sum(one.arrival.num_input for one in outcomes),
@@ -51,6 +55,7 @@ def content(world: World, outcomes: Sequence[Outcome], took_s: float) -> dict[st
             "tpot_s": world.shape.tpot_s,
             "kept_share": world.figures.num_kept / len(asked),
         },
+        "turns": [dataclasses.asdict(turn) for turn in _turns(world, outcomes)],
         "tenants": [_tenant(world, name, asked) for name in world.shape.tenants],
         "worker_hours": {role.value: worker_hours(world, role, end_s) for role in WORKER_ROLES},
         "pools": {role.value: _pool(world, role, end_s) for role in WORKER_ROLES},
@@ -86,6 +91,8 @@ def content(world: World, outcomes: Sequence[Outcome], took_s: float) -> dict[st
             {
                 "number": one.arrival.number,
                 "tenant": one.arrival.tenant,
+                "conversation": one.arrival.conversation,
+                "turn": one.arrival.turn,
                 "arrived_s": one.arrival.arrived_s,
                 "num_input": one.arrival.num_input,
                 "num_output": one.arrival.num_output,
@@ -118,6 +125,39 @@ def _tenant(world: World, name: str, asked: Sequence[Outcome]) -> dict[str, Any]
         "kept_share": sum(one.keeps(shape.ttft_s, shape.tpot_s) for one in served) / max(1, len(own)),
         "ttft_s": dataclasses.asdict(ttft) if ttft else None,
     }
+
+
+def _turns(world: World, outcomes: Sequence[Outcome]) -> list[TurnFigures]:
+    """As of `tandem bench run --conversations`, where there are any of more than one turn."""
+    of_turn = defaultdict[int, list[Outcome]](list)
+    said = dict[tuple[int, int], int]()  # tokens of a conversation, after each turn
+    for one in outcomes:
+        if (conversation := one.arrival.conversation) is not None:
+            of_turn[one.arrival.turn].append(one)
+            said[conversation, one.arrival.turn] = one.arrival.num_input + one.arrival.num_output
+    if of_turn.keys() <= {1}:
+        return []
+    return [
+        TurnFigures(
+            turn,
+            len(some),
+            sum(one.arrival.num_input for one in some) / len(some),
+            distribution([one.ttft_s for one in some]),
+            _cache_use(some, said) if world.shape.prefix_cache else None,
+        )
+        for turn, some in sorted(of_turn.items())
+    ]
+
+
+def _cache_use(some: Sequence[Outcome], said: Mapping[tuple[int, int], int]) -> CacheUse:
+    """Of one turn of all conversations."""
+    before = [said[one.arrival.conversation or 0, one.arrival.turn - 1] for one in some if one.arrival.turn > 1]
+    return CacheUse(
+        len(some),
+        sum(one.arrival.num_input for one in some),
+        sum(one.num_cached or 0 for one in some),
+        sum(before) if before else None,
+    )
 
 
 def worker_hours(world: World, role: Role, end_s: float) -> float:
@@ -170,6 +210,8 @@ def tables(found: dict[str, Any]) -> list[Table]:
     if found["num_recoveries"] or found["num_failed"]:
         recovered = f"{found['num_recovered']:,} requests whose workers died; {found['num_failed']:,} failed"
         counts.add_row("recovered", recovered)
+    if found["num_unsent"]:
+        counts.add_row("not sent", f"{found['num_unsent']:,} turns, as one before them failed")
     if found["num_refused"]:
         counts.add_row("refused", f"{found['num_refused']:,} requests, as in an overload")
     counts.add_row("tokens", f"{found['num_input_tokens']:,} in, {found['num_output_tokens']:,} out")
@@ -204,4 +246,12 @@ def tables(found: dict[str, Any]) -> list[Table]:
     for table in (latencies, pools, tenants):
         for column in table.columns[1:]:
             column.justify = "right"
-    return [latencies, counts, pools, *([tenants] if found["tenants"] else [])]
+    turns = [turn_table([_turn_from(each) for each in found["turns"][:_MOST_TURNS]])] if found["turns"] else []
+    return [latencies, counts, pools, *turns, *([tenants] if found["tenants"] else [])]
+
+
+def _turn_from(found: dict[str, Any]) -> TurnFigures:
+    ttft, cache = found["ttft_s"], found["cache"]
+    return TurnFigures(
+        **found | {"ttft_s": Distribution(**ttft) if ttft else None, "cache": CacheUse(**cache) if cache else None}
+    )

@@ -19,6 +19,7 @@ from tandem.core.config_tree import build, key, read_yaml
 from tandem.core.errors import ConfigError
 from tandem.core.identity import Role
 from tandem.core.time_model import PoolSpec, TimeModel, beside
+from tandem.sim.conversations import ConversationPlan, closed, drawn_conversations
 from tandem.sim.faults import Death, FaultShape, SlowLink, parse_fault
 from tandem.sim.load import Arrival, Lengths, drawn, of_tenants, recorded
 from tandem.sim.shape import PoolShape, TenantShape, WorldShape
@@ -84,6 +85,22 @@ class LoadSpec:
     input_spread: float = key(0.8, "Standard deviation of their logarithm.", minimum=0, maximum=10)
     output_median: float = key(200.0, "Tokens of an output that is drawn: lognormal around this.", minimum=1)
     output_spread: float = key(0.8, "Standard deviation of their logarithm.", minimum=0, maximum=10)
+    common_tokens: int = key(0, "Of instructions that all prompts that are drawn begin with.", minimum=0)
+    conversations: int = key(0, "How many are drawn instead; then inputs are what users say.", minimum=0)
+    turns: float = key(6.0, "Turns of a conversation that is drawn: lognormal around this.", minimum=1)
+    turns_spread: float = key(0.0, "Standard deviation of their logarithm.", minimum=0, maximum=10)
+    think_time_s: float = key(0.0, "Mean pause between an answer and the next turn, exponential.", minimum=0)
+    concurrency: int = key(0, "Users with one conversation after the other; 0: these begin at `rate`.", minimum=0)
+    closed: bool = key(False, "A turn of a trace's conversations does not come before the one before has its answer.")
+    names_sessions: bool = key(False, "Requests say of which conversation they are (`session_id`).")
+
+    def __post_init__(self) -> None:
+        if self.trace and self.conversations:
+            raise ConfigError("a trace has its own conversations (closed): leave one out", key="load.conversations")
+        if self.closed and not self.trace:
+            raise ConfigError("is about the conversations of a trace: name one (load.trace)", key="load.closed")
+        if self.concurrency and not self.conversations:
+            raise ConfigError("is of users that hold conversations: say how many", key="load.concurrency")
 
 
 @dataclass(frozen=True)
@@ -145,7 +162,8 @@ class Scenario(TimeModel):
             settings=Settings(config.pools.utilisation, config.pools.shrink_delay_s),
             speeds=self.cores.speeds,
             faults=self._faults,
-            prefix_cache=config.cache.prefix_cache and any(arrival.block_ids for arrival in load),
+            prefix_cache=config.cache.prefix_cache and any(arrival.begins_like_others for arrival in load),
+            names_sessions=self.load.names_sessions,
             tenants={tenant.name: _tenant(tenant) for tenant in self.tenants},
             ageing_s=config.scheduling.priority_ageing_s,
             max_waiting=config.scheduling.max_queued_requests if self.refuses else None,
@@ -230,8 +248,30 @@ def arrivals(scenario: Scenario, directory: Path) -> list[Arrival]:
         traces = [("load.trace", load.trace), *(("load.then", name) for name in load.then)]
         found = [load_trace(directory / name, limit=load.limit or None, key=key) for key, name in traces]
         came = recorded(found, load.speed, load.copies, scenario.seed)
+        if load.closed:
+            came = closed(came)
     else:
-        inputs, outputs = Lengths(load.input_median, load.input_spread), Lengths(load.output_median, load.output_spread)
-        came = drawn(load.requests, load.rate, inputs, outputs, scenario.seed)
+        came = _drawn(scenario)
     shares = {tenant.name: tenant.share for tenant in scenario.tenants}
     return of_tenants(came, shares, scenario.seed) if shares else came
+
+
+def _drawn(scenario: Scenario) -> list[Arrival]:
+    load, seed = scenario.load, scenario.seed
+    inputs, outputs = Lengths(load.input_median, load.input_spread), Lengths(load.output_median, load.output_spread)
+    if not load.conversations:
+        return drawn(load.requests, load.rate, inputs, outputs, seed, load.common_tokens)
+    pools = [pool for pool in (scenario.prefill, scenario.decode) if pool.workers]
+    page_size = scenario.tandem.cache.page_size
+    plan = ConversationPlan(
+        load.conversations,
+        Lengths(load.turns, load.turns_spread),
+        inputs,
+        outputs,
+        load.think_time_s,
+        load.concurrency,
+        load.rate,
+        load.common_tokens,
+        most_tokens=min(pool.tokens // page_size * page_size for pool in pools),
+    )
+    return drawn_conversations(plan, seed)

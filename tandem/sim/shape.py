@@ -53,6 +53,7 @@ class WorldShape:
     speeds: of steps while so many workers compute, where all share one host's cores; none: each has its own.
     faults: who dies when, and which ways become slow.
     prefix_cache: workers keep pages of prompts, and requests go where theirs are.
+    names_sessions: requests say of which conversation they are a turn, so that the router knows its sessions.
     tenants: by the names that requests have.
     ageing_s: what a level of priority is worth.
     max_waiting: requests that may wait, beyond which the router refuses some; `None`: whoever comes waits.
@@ -76,6 +77,7 @@ class WorldShape:
     speeds: tuple[float, ...] = ()
     faults: FaultShape = field(default_factory=FaultShape)
     prefix_cache: bool = False
+    names_sessions: bool = False
     tenants: Mapping[str, TenantShape] = field(default_factory=dict)
     ageing_s: float = 1.0
     max_waiting: int | None = None

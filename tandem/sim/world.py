@@ -8,7 +8,7 @@ begin with the first computed chunk and share the way out of their prefill worke
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 
@@ -75,6 +75,7 @@ class World:
     timeline: of what its workers do; `None`: nobody wants to know.
     decisions: that changed the size of a pool.
     role_changes: workers that went from one pool to the other, and when.
+    num_unsent: turns of conversations of which one before them failed.
     at_once: steps in which nothing happens are taken several at a time; nothing but the time that this takes depends on
         it.
     make_scheduler: makes what plans the steps of a worker, where what ships is compared with another one; `None`: what
@@ -92,6 +93,7 @@ class World:
     figures: Figures = field(init=False)
     decisions: list[Decision] = field(default_factory=list, init=False)
     role_changes: list[tuple[float, RoleChange]] = field(default_factory=list, init=False)
+    num_unsent: int = field(default=0, init=False)
     machines: dict[WorkerKey, Machine] = field(default_factory=dict, init=False)
     _jobs: dict[str, Job] = field(default_factory=dict, init=False)
     _link_free_s: dict[WorkerKey, float] = field(default_factory=dict, init=False)
@@ -101,6 +103,7 @@ class World:
     _retained: dict[WorkerKey, RetainedPrompts] = field(default_factory=dict, init=False)  # where somebody may die
     _placeless: list[InFlight] = field(default_factory=list, init=False)  # for which there is no worker
     _cores: SharedCores | None = field(default=None, init=False)
+    _followed: list[Outcome] = field(default_factory=list, init=False)  # of requests that came behind others
 
     def __post_init__(self) -> None:
         shape = self.shape
@@ -171,19 +174,20 @@ class World:
                 self.decisions.append(decision)
 
     def run(self, arrivals: Sequence[Arrival]) -> list[Outcome]:
-        """Until all requests have ended. Raises `ConfigError` for one that fits into no worker."""
-        schedulers = {
-            machine.role: machine.scheduler for machine in self.machines.values()
-        }  # workers of a role are alike
-        for arrival in arrivals:
+        """Until all requests have ended, and those that follow them: these are the last ones of what is returned, in
+        the order in which they came. Raises `ConfigError` for one that fits into no worker."""
+        # Workers of a role are alike.
+        schedulers = {machine.role: machine.scheduler for machine in self.machines.values()}
+        for arrival in (each for first in arrivals for each in first.turns()):
             _check_fits(arrival, schedulers.values())
+        self._followed = []
         outcomes = [self.ask(arrival) for arrival in arrivals]
         if self.scaler is not None:
             self.kernel.after(LOOK_S, self._look)
         self.kernel.run_all()
         if self.figures.num_open:
             raise InternalError(f"the simulation came to its end before {self.figures.num_open} of its requests did")
-        return outcomes
+        return outcomes + self._followed
 
     def ask(self, arrival: Arrival) -> Outcome:
         """One more request, which comes when it says; as by a client who has heard that another one has ended."""
@@ -207,6 +211,7 @@ class World:
         request = Request(
             str(arrival.number), (TOKEN,) * arrival.num_input, SamplingParams(), arrival.arrived_s,
             targets=Targets(self.shape.ttft_s, self.shape.tpot_s), tenant=who.tenant, priority=who.priority,
+            session=self._session(arrival),
         )  # fmt: skip
         inbox = _Inbox(self.kernel, self._place)
         inbox.request = InFlight(outcome, self._known.turns.join(request, inbox))
@@ -215,6 +220,9 @@ class World:
         self._budget.earn()
         if self.shape.faults.deaths:
             inbox.request.journal = Journal(1)
+
+    def _session(self, arrival: Arrival) -> str:
+        return str(arrival.conversation) if self.shape.names_sessions and arrival.conversation is not None else ""
 
     def _who(self, outcome: Outcome) -> TenantShape:
         name = outcome.arrival.tenant
@@ -246,7 +254,7 @@ class World:
             arrival=arrival.number,
             num_tokens=arrival.num_input,
             num_running=1,
-            page_keys=request.page_keys,
+            page_keys=request.page_keys[: arrival.num_input // self.shape.kv_format.layout.page_size],
             max_local_tokens=route.max_local_tokens,
             unpaced=route.unpaced,
             request=request,
@@ -310,7 +318,7 @@ class World:
             request_id=job.key.request_id, attempt=job.key.attempt, choice=0, turn=job.own_turn, arrival=job.arrival,
             token_ids=token_ids([TOKEN]) * job.num_tokens, num_prompt=job.num_tokens,
             params=SamplingParams(max_tokens=job.outcome.arrival.num_output), tpot_s=self.shape.tpot_s, owner=job,
-            keys=PageKeys(job.page_keys),
+            keys=PageKeys(job.request.page_keys),
         )  # fmt: skip
 
     def _send_pages(self, job: Job) -> None:
@@ -548,6 +556,9 @@ class World:
         self._forget(request)
         self.figures.ended(job.outcome)
         self.on_end(job.outcome)
+        if (then := job.outcome.arrival.then) is not None:
+            came_s = then.arrived_s(job.outcome.arrival.arrived_s, self.kernel.now_s)
+            self._followed.append(self.ask(replace(then.arrival, arrived_s=came_s)))
 
     def _close(self, job: Job) -> None:
         """The attempt is over for the router."""
@@ -637,6 +648,7 @@ class World:
         outcome.error = error.code
         self.figures.failed()
         self.on_end(outcome)
+        self.num_unsent += sum(1 for _ in outcome.arrival.turns()) - 1
 
 
 def _check_fits(arrival: Arrival, schedulers: Iterable[BatchScheduler]) -> None:

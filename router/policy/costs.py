@@ -37,9 +37,15 @@ def own_cost(snapshot: Snapshot, facts: RequestFacts, worker: WorkerKey) -> floa
 
 def _computed_and_read(snapshot: Snapshot, facts: RequestFacts, worker: WorkerKey) -> tuple[int, float]:
     """Tokens of the prompt that the worker computes, and what those cost that it reads from a tier."""
-    read_cost = snapshot.read_cost(worker)
-    num_read = facts.prefix.num_stored(worker) if read_cost < 1 else 0
-    return facts.num_prompt_tokens - facts.prefix.num_ready(worker) - num_read, num_read * read_cost
+    num_missing = facts.num_prompt_tokens - facts.prefix.num_ready(worker)
+    num_stored, num_near = facts.prefix.num_stored(worker), facts.prefix.num_near(worker)
+    if not num_stored:
+        return num_missing, 0.0
+    near, far = snapshot.read_costs(worker)
+    # As the worker decides (`tandem.core.tiers.plan_read`): it reads what comes first as far as that saves most.
+    ways = (0, 0.0), (num_near, num_near * near), (num_stored, num_near * near + (num_stored - num_near) * far)
+    num_read, read = min(ways, key=lambda way: way[1] - way[0])
+    return num_missing - num_read, read
 
 
 def prefill_cost(snapshot: Snapshot, facts: RequestFacts, worker: WorkerLoad) -> float:

@@ -72,10 +72,12 @@ class HeldPrefix(Generic[Worker]):
     Attributes:
         pool: in page pools, ready to be used.
         tiers: below them, to be read back first. Most of these pages are in a pool too.
+        near: of those in tiers, in the nearest of a worker's several ones.
     """
 
     pool: KnownPrefix[Worker] = field(default_factory=KnownPrefix)
     tiers: KnownPrefix[Worker] = field(default_factory=KnownPrefix)
+    near: KnownPrefix[Worker] = field(default_factory=KnownPrefix)
 
     def __bool__(self) -> bool:
         return bool(self.pool) or bool(self.tiers)
@@ -87,6 +89,10 @@ class HeldPrefix(Generic[Worker]):
     def num_stored(self, worker: Worker) -> int:
         """The tokens behind these that the worker can read back."""
         return max(0, self.tiers.num_tokens(worker) - self.pool.num_tokens(worker))
+
+    def num_near(self, worker: Worker) -> int:
+        """Those of `num_stored` that come first, in the nearest tier of several."""
+        return min(self.num_stored(worker), max(0, self.near.num_tokens(worker) - self.pool.num_tokens(worker)))
 
     def is_at(self, worker: Worker) -> bool:
         """Whether the worker has some of it, wherever."""

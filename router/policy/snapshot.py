@@ -32,6 +32,22 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class TierReads:
+    """Seconds in which a worker reads a token's pages back from a tier; 0: not known.
+
+    Attributes:
+        near_s: from the nearest one.
+        far_s: from the farthest one; of a worker with one tier as `near_s`.
+    """
+
+    near_s: float = 0.0
+    far_s: float = 0.0
+
+
+_UNKNOWN = TierReads()
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """All workers that may get new requests, and the pools that more will join; to be used at once.
 
@@ -40,7 +56,7 @@ class Snapshot:
         is_decode_coming: as `is_prefill_coming`.
         links: only of pairs that are worth noting: slow or broken. Of the others nothing is known that would matter.
         prefill_tokens_per_s: that a prefill worker computes; 0 where none has yet.
-        tier_read_s: by worker, seconds in which it reads a token's pages back from a tier, as far as that is known.
+        tier_reads: by worker, as far as that is known.
         share: decides between equals.
         is_colocated: the cluster has no prefill workers: decode workers compute all prompts. `prefill_tokens_per_s` is
             of theirs then.
@@ -52,7 +68,7 @@ class Snapshot:
     is_decode_coming: bool = False
     links: Mapping[Pair, Link] = field(default_factory=dict)
     prefill_tokens_per_s: float = 0.0
-    tier_read_s: Mapping[WorkerKey, float] = field(default_factory=dict)
+    tier_reads: Mapping[WorkerKey, TierReads] = field(default_factory=dict)
     share: Share = ALONE
     is_colocated: bool = False
 
@@ -61,11 +77,12 @@ class Snapshot:
         """Of workers that are not followed any further."""
         return cls(Pool(Role.PREFILL, prefill), Pool(Role.DECODE, decode), **others)
 
-    def read_cost(self, worker: WorkerKey) -> float:
-        """Prompt tokens that a prefill worker computes while the worker reads one back from a tier; at most 1, as it
-        computes where that is sooner."""
-        known = self.tier_read_s.get(worker, 0.0) * self.prefill_tokens_per_s
-        return min(1.0, known or _READ_COST)
+    def read_costs(self, worker: WorkerKey) -> tuple[float, float]:
+        """Prompt tokens that a prefill worker computes while the worker reads one back from the nearest of its tiers,
+        and from the farthest."""
+        known = self.tier_reads.get(worker, _UNKNOWN)
+        near, far = (each * self.prefill_tokens_per_s or _READ_COST for each in (known.near_s, known.far_s))
+        return near, far
 
     def may_get_better(self, *, pools: bool = False) -> bool:
         """Whether the membership says that a request which cannot be placed now can be placed later; one that `pools`

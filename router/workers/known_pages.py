@@ -36,6 +36,7 @@ class KnownPages:
     def __init__(self) -> None:
         self._index: PageIndex[bytes, WorkerKey] = PageIndex(MOST_KEYS)
         self._stored: PageIndex[bytes, WorkerKey] = PageIndex(MOST_KEYS)
+        self._near: PageIndex[bytes, WorkerKey] = PageIndex(MOST_KEYS)  # of those stored
         self._telling: set[WorkerKey] = set()
 
     def __len__(self) -> int:
@@ -55,19 +56,23 @@ class KnownPages:
         self._index.remove(worker, _split(news.went))
         self._stored.add(worker, _split(news.tier_came))
         self._stored.remove(worker, _split(news.tier_went))
+        self._near.add(worker, _split(news.near_came))
+        self._near.remove(worker, _split(news.near_went))
 
     def lose(self, worker: WorkerKey) -> None:
         """Its stream is over: what it holds from now on is not heard."""
         self._index.drop(worker)
         self._stored.drop(worker)
+        self._near.drop(worker)
         self._telling.discard(worker)
 
     def prefix(self, layout: LayoutId | None, token_ids: Sequence[int], cache_salt: str) -> HeldPrefix[WorkerKey]:
         """Who holds how much of a prompt's beginning, but for its last token, which is computed in any case."""
         if layout is None or not (self._index or self._stored):
             return HeldPrefix()
-        keys, again = tee(_short_keys(layout, token_ids, cache_salt))  # each is made once
-        return HeldPrefix(self._index.prefix(keys, layout.page_size), self._stored.prefix(again, layout.page_size))
+        keys = tee(_short_keys(layout, token_ids, cache_salt), 3)  # each is made once
+        indexes = self._index, self._stored, self._near
+        return HeldPrefix(*(index.prefix(own, layout.page_size) for index, own in zip(indexes, keys, strict=True)))
 
     def foresee(
         self, workers: Iterable[WorkerKey], layout: LayoutId | None, token_ids: Sequence[int], cache_salt: str

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+
+from router.policy.snapshot import TierReads
 
 #: What mixed steps and reads from tiers take holds so long without another figure.
 REMEMBERED_S = 30.0
@@ -38,3 +41,24 @@ class Learnt:
 
     def _holds(self, now_s: float) -> bool:
         return now_s - self._noted_s <= self._holds_s
+
+
+class LearntReads:
+    """How fast one worker reads pages back from each of its tiers."""
+
+    def __init__(self) -> None:
+        self._learnt: dict[str, Learnt] = {}
+        self._counted: dict[str, tuple[int, float]] = {}
+
+    def note(self, tiers: Iterable[tuple[str, int, float]], page_size: int, now_s: float) -> TierReads:
+        """Take what it has counted since its start, of each tier, the nearest first: its name, pages that were read and
+        the seconds that this took. Returns what is known now."""
+        seconds = []
+        for name, num, took_s in tiers:
+            learnt = self._learnt.setdefault(name, Learnt(REMEMBERED_S))
+            num_before, took_before_s = self._counted.get(name, (num, took_s))
+            self._counted[name] = num, took_s
+            if num > num_before:
+                learnt.note((took_s - took_before_s) / page_size, num - num_before, now_s)
+            seconds.append(learnt.at(now_s))
+        return TierReads(seconds[0], seconds[-1]) if seconds else TierReads()

@@ -17,14 +17,14 @@ from router.policy.gate import Room
 from router.policy.losses import Fate
 from router.policy.pool import ALONE, Pool, Share
 from router.policy.prefix import HeldPrefix
-from router.policy.snapshot import Link, Pair, Snapshot
+from router.policy.snapshot import Link, Pair, Snapshot, TierReads
 from router.request.events import Event, WorkersChanged
 from router.request.mailbox import Mailbox
 from router.workers import wire
 from router.workers.abilities import Abilities, Ability
 from router.workers.described import described, mismatches, outlined
 from router.workers.known_pages import Foreseen, KnownPages
-from router.workers.learnt import REMEMBERED_S, Learnt
+from router.workers.learnt import Learnt, LearntReads
 from router.workers.session import SessionState, WorkerSession
 from tandem.core.clock import Clock, MonotonicClock
 from tandem.core.errors import IncompatibleError
@@ -78,20 +78,17 @@ class WorkerRegistry:
         self._pools = {role: Pool(role) for role in WORKER_ROLES}
         self._abilities = Abilities()
         self._num_members: Counter[Role] = Counter()
-        # Of prefill workers, tokens in a second of computation; of each worker, seconds for a token that it reads from
-        # a tier.
         # Of prefill workers, prompt tokens in a second of their steps. (By the time of a prompt it would be too low: a
         # step may have several of them.)
         self._prefill_speed = Learnt()
         self._chunk_speed = Learnt()  # of decode workers, prompt tokens in a second of steps with chunks of full size
-        self._tier_reads: dict[WorkerKey, Learnt] = {}
-        self._tier_read_s: dict[WorkerKey, float] = {}
+        self._learnt_reads: dict[WorkerKey, LearntReads] = {}  # from the tiers of each worker
+        self._tier_reads: dict[WorkerKey, TierReads] = {}
         #: Members that decode workers have found silent beyond lease and grace; for the supervisor.
         #: Each stays while it is a member: whoever kills it may not have heard of it yet.
         self.suspected: set[WorkerKey] = set()
         # What each incarnation had counted when it last reported: the exported counters take the differences.
         self._counted: dict[WorkerKey, WorkerStatus] = {}
-        self._counted_reads: dict[WorkerKey, tuple[int, float]] = {}  # pages from tiers, and seconds
         #: Ways between two workers that are slow or broken; whoever learns of it notes it here. A worker that has left
         #: takes its own along.
         self.links: dict[Pair, Link] = {}
@@ -173,9 +170,8 @@ class WorkerRegistry:
         for key in [k for k, s in self._sessions.items() if s.state is SessionState.CLOSED and k not in self._members]:
             del self._sessions[key]
             self._counted.pop(key, None)
-            self._counted_reads.pop(key, None)
+            self._learnt_reads.pop(key, None)
             self._tier_reads.pop(key, None)
-            self._tier_read_s.pop(key, None)
             self._reported_links.pop(key, None)
         for pair in [p for p in self.links if not self._sessions.keys() >= set(p)]:
             del self.links[pair]
@@ -200,7 +196,7 @@ class WorkerRegistry:
             is_decode_coming=len(decode) < self._num_members[Role.DECODE],
             links=self.links,
             prefill_tokens_per_s=self._prefill_tokens_per_s,
-            tier_read_s=self._tier_read_s,
+            tier_reads=self._tier_reads,
             share=self._share,
             is_colocated=self.is_colocated,
         )
@@ -438,13 +434,9 @@ class WorkerRegistry:
         self.links[prefill, decode] = replace(known, is_broken=message.is_broken)
 
     def _note_reads(self, session: WorkerSession, report: TierReport) -> None:
-        num, took_s = sum(tier.read for tier in report.tiers), sum(tier.read_s for tier in report.tiers)
-        num_before, took_before_s = self._counted_reads.get(session.key, (num, took_s))
-        self._counted_reads[session.key] = num, took_s
-        learnt, now_s = self._tier_reads.setdefault(session.key, Learnt(REMEMBERED_S)), self._clock.now()
-        if num > num_before:
-            learnt.note((took_s - took_before_s) / session.info.layout.page_size, num - num_before, now_s)
-        self._tier_read_s[session.key] = learnt.at(now_s)
+        learnt = self._learnt_reads.setdefault(session.key, LearntReads())
+        counted = ((tier.name, tier.read, tier.read_s) for tier in report.tiers)
+        self._tier_reads[session.key] = learnt.note(counted, session.info.layout.page_size, self._clock.now())
 
     @property
     def _prefill_tokens_per_s(self) -> float:

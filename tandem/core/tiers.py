@@ -6,6 +6,7 @@ pool, so that evicting one costs nothing, and are read back into fresh pages bef
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -197,27 +198,34 @@ class ReadPlan:
 
     Attributes:
         num_pages: as many leading ones of those that the pool lacks.
+        read_s: seconds in which they are expected to be read, once it is their turn.
         patience_s: after this long the prompt goes on with what has come.
     """
 
     num_pages: int
+    read_s: float
     patience_s: float
 
 
-def plan_read(
-    num_pages: int, page_bytes: int, page_size: int, *, bytes_ahead: int, bytes_per_s: float, tokens_per_s: float
-) -> ReadPlan | None:
-    """Whether to read pages, or to compute them; `None`: computing is sooner.
+def plan_read(page_s: Sequence[float], page_size: int, *, ahead_s: float, tokens_per_s: float) -> ReadPlan | None:
+    """How many pages to read before the others are computed; `None`: computing all is sooner.
+
+    A page is of no use without those before it, so it is as many leading ones as save most: those of a slow tier behind
+    those of a quick one only where reading them is sooner than computing them, too.
 
     Args:
-        num_pages: that could be read.
+        page_s: seconds in which each page that could be read is read, in the order of the prompt.
         page_size: tokens of a page.
-        bytes_ahead: that are to be read before.
+        ahead_s: seconds in which those are read that come before.
         tokens_per_s: at which prompts are computed; 0: not known, and reading is taken to be sooner.
     """
-    if num_pages < 1:
+    num_pages, most_saved_s, ends_s = 0, 0.0, 0.0
+    saved_s, read_s = -ahead_s, ahead_s
+    for number, each_s in enumerate(page_s, 1):
+        read_s += each_s
+        saved_s += page_size / tokens_per_s - each_s if tokens_per_s else math.inf
+        if saved_s > most_saved_s or not tokens_per_s:
+            num_pages, most_saved_s, ends_s = number, saved_s, read_s
+    if not num_pages:
         return None
-    read_s = (num_pages * page_bytes + bytes_ahead) / bytes_per_s
-    if tokens_per_s and read_s >= num_pages * page_size / tokens_per_s:
-        return None
-    return ReadPlan(num_pages, max(_LEAST_PATIENCE_S, _PATIENCE * read_s))
+    return ReadPlan(num_pages, ends_s - ahead_s, max(_LEAST_PATIENCE_S, _PATIENCE * ends_s))

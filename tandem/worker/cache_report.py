@@ -26,6 +26,7 @@ class CacheNews:
 
     Attributes:
         tier_came: as `came`, of the tiers below the pool, all of them together.
+        near_came: as `came`, of the nearest of these, where there are several.
         is_first: what was told before is void; with the ones that follow it is all that there is.
     """
 
@@ -33,6 +34,8 @@ class CacheNews:
     went: tuple[bytes, ...] = ()
     tier_came: tuple[bytes, ...] = ()
     tier_went: tuple[bytes, ...] = ()
+    near_came: tuple[bytes, ...] = ()
+    near_went: tuple[bytes, ...] = ()
     is_first: bool = False
 
 
@@ -42,25 +45,30 @@ class CacheReport:
     def __init__(self) -> None:
         self._pool = _Told()
         self._tiers = _Told()
+        self._near = _Told()
 
     def note(self, change: CacheChange) -> None:
         """The pool's cache has changed; by whoever holds the scheduler's lock."""
         self._pool.note(change)
 
-    def note_tiers(self, change: CacheChange) -> None:
-        """What the tiers hold has changed; by one thread at a time."""
+    def note_tiers(self, change: CacheChange, near: CacheChange) -> None:
+        """What the tiers hold has changed, and the nearest one of several; by one thread at a time."""
         self._tiers.note(change)
+        self._near.note(near)
 
     def news(self) -> list[CacheNews]:
         """What changed since the last call; of very much the rest by the next ones."""
         in_pool = [CacheNews(came, went) for came, went in self._pool.take()]
-        return in_pool + [CacheNews(tier_came=came, tier_went=went) for came, went in self._tiers.take()]
+        in_tiers = [CacheNews(tier_came=came, tier_went=went) for came, went in self._tiers.take()]
+        return in_pool + in_tiers + [CacheNews(near_came=came, near_went=went) for came, went in self._near.take()]
 
     def everything(self) -> list[CacheNews]:
         """All that is held, for a router that has just come; what `news` has not told is not in it."""
-        in_pool, in_tiers = _pieces(iter(self._pool.held)), _pieces(iter(self._tiers.held))
+        in_pool, in_tiers, in_near = (_pieces(iter(each.held)) for each in (self._pool, self._tiers, self._near))
         first = CacheNews(next(in_pool, ()), is_first=True)
-        return [first, *(CacheNews(piece) for piece in in_pool), *(CacheNews(tier_came=piece) for piece in in_tiers)]
+        of_tiers = [CacheNews(tier_came=piece) for piece in in_tiers]
+        of_near = [CacheNews(near_came=piece) for piece in in_near]
+        return [first, *(CacheNews(piece) for piece in in_pool), *of_tiers, *of_near]
 
 
 class _Told:

@@ -71,6 +71,7 @@ class _Fetch:
     held: list[int]  # cached pages before them, pinned meanwhile
     pages: list[int]
     num_discards: int  # as they were counted when it began
+    read_s: float  # in which they are expected to be read
     waiting: list[Fetched]  # the first one is told of the pages
     # Guards what follows. Held while a page is copied into the pool's memory.
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -98,8 +99,8 @@ class TieredPages:
         stores: the tiers, the nearest one first.
         to_owner: has the thread that owns the pool run a call, from any thread; dropped when the worker stops.
         call_later: has a call run after so many seconds, from any thread, on whichever.
-        tell: hears what the tiers, all together, hold now and did not before, and the other way round; on one of the
-            tiers' threads at a time.
+        tell: hears what the tiers, all together, hold now and did not before, and the other way round; and the same of
+            the nearest one, where there are several. On one of the tiers' threads at a time.
         writer, reader: the threads; they end with `close`.
     """
 
@@ -112,7 +113,7 @@ class TieredPages:
         *,
         to_owner: Callable[[Callable[[], None]], None],
         call_later: Callable[[float, Callable[[], None]], None],
-        tell: Callable[[CacheChange], None],
+        tell: Callable[[CacheChange, CacheChange], None],
         writer: Calls,
         reader: Calls,
         clock: Callable[[], float] = time.monotonic,
@@ -140,9 +141,10 @@ class TieredPages:
         self._fetches: dict[bytes, _Fetch] = {}
         self._num_discards = 0
         self._num_reading = 0  # pages of fetches that are not over
+        self._reading_s = 0.0  # in which they are expected to be read
         self._compute_rate = Rate()
         self._paused_until_s = float("-inf")
-        self._read_rate = Rate(min(store.guessed_bytes_per_s for store in stores))
+        self._read_rates = [Rate(store.guessed_bytes_per_s) for store in stores]
         self._buffer = memoryview(bytearray(page_bytes))  # the reader's
         self.has_found = threading.Event()
         self._writer = writer
@@ -158,12 +160,10 @@ class TieredPages:
 
     def _changed(self, keys: Iterable[bytes]) -> None:
         """On any of the tiers' threads. What is told last is what was found last."""
-        came: list[bytes] = []
-        went: list[bytes] = []
+        nearest = self.stores[:1] if len(self.stores) > 1 else ()
         with self._telling:
-            for key in keys:
-                (came if any(store.has(key) for store in self.stores) else went).append(key)
-            self._tell(CacheChange(tuple(came), tuple(went)))
+            keys = list(keys)
+            self._tell(_change(keys, self.stores), _change(keys, nearest) if nearest else CacheChange())
 
     def close(self) -> None:
         """End the threads. A file operation that hangs is left behind."""
@@ -250,9 +250,9 @@ class TieredPages:
     def _fetch(self, keys: Sequence[bytes], then: Fetched, at_least: int) -> bool:
         held = self._pool.acquire(keys)  # so that they outlive what is taken for the others
         missing = keys[len(held) :]
-        num_found = self._num_found(missing)
-        self.counters.num_missed += len(missing) - num_found
-        plan = self._plan(num_found)
+        found = self._find_tiers(missing)
+        self.counters.num_missed += len(missing) - len(found)
+        plan = self._plan(found)
         pages = None
         if plan is not None and len(held) + plan.num_pages >= at_least:
             pages = self._pool.allocate(plan.num_pages)
@@ -260,33 +260,37 @@ class TieredPages:
             self._pool.release(held)
             return False
         parent = keys[len(held) - 1] if held else b""
-        fetch = _Fetch(missing[: len(pages)], parent, held, pages, self._num_discards, [then])
+        fetch = _Fetch(missing[: len(pages)], parent, held, pages, self._num_discards, plan.read_s, [then])
         self._fetches.update(dict.fromkeys(fetch.keys, fetch))
         self._num_reading += len(pages)
+        self._reading_s += plan.read_s
         self._reader.put(lambda: self._read(fetch))
         self._call_later(plan.patience_s, lambda: self._lose_patience(fetch))
         return True
 
-    def _num_found(self, keys: Sequence[bytes]) -> int:
-        """Leading pages that can be read: some tier has them, and nobody reads them already."""
-        for number, key in enumerate(keys):
-            if key in self._fetches or not any(store.has(key) for store in self.stores):
-                return number
-        return len(keys)
+    def _find_tiers(self, keys: Sequence[bytes]) -> list[int]:
+        """Of the leading pages that can be read, since some tier has them and nobody reads them already: the number of
+        the nearest tier that has each."""
+        found: list[int] = []
+        for key in keys:
+            tier = next((number for number, store in enumerate(self.stores) if store.has(key)), None)
+            if tier is None or key in self._fetches:
+                break
+            found.append(tier)
+        return found
 
-    def _plan(self, num_found: int) -> ReadPlan | None:
+    def _plan(self, found: Sequence[int]) -> ReadPlan | None:
         now_s = self._now()
         if now_s < self._paused_until_s:
             return None
         # What runs must be able to grow meanwhile.
         num_free = self._pool.num_available - len(self._scheduler.running)
         room = min(num_free, int(_MOST_READ_SHARE * self._pool.num_pages) - self._num_reading)
+        page_s = [self._page_bytes / rate.at(now_s) for rate in self._read_rates]
         return plan_read(
-            min(num_found, room),
-            self._page_bytes,
+            [page_s[tier] for tier in found[: max(0, room)]],
             self._pool.page_size,
-            bytes_ahead=self._num_reading * self._page_bytes,
-            bytes_per_s=self._read_rate.at(now_s),
+            ahead_s=self._reading_s,
             tokens_per_s=self._compute_rate.at(now_s),
         )
 
@@ -309,21 +313,25 @@ class TieredPages:
     def _read(self, fetch: _Fetch) -> None:
         """On the reader's thread."""
         parent, began_s = fetch.parent, self._now()
+        num_bytes, took_s = [0] * len(self.stores), [0.0] * len(self.stores)  # by tier
         for key, page in zip(fetch.keys, fetch.pages, strict=True):
-            if fetch.is_over or not self._get(fetch, key, parent):
+            if fetch.is_over or (tier := self._get(fetch, key, parent)) is None:
                 break
             with fetch.lock:
                 if fetch.is_over:
                     break
                 self._memory.write_page(page, self._buffer)
                 fetch.num_landed += 1
-            parent = key
-        now_s = self._now()
-        self._read_rate.learn(fetch.num_landed * self._page_bytes, now_s - began_s, now_s)
+            parent, before_s, began_s = key, began_s, self._now()
+            num_bytes[tier] += self._page_bytes
+            took_s[tier] += began_s - before_s
+        for rate, read, seconds in zip(self._read_rates, num_bytes, took_s, strict=True):
+            rate.learn(read, seconds, began_s)
         self._to_owner(lambda: self._end(fetch))
 
-    def _get(self, fetch: _Fetch, key: bytes, parent: bytes) -> bool:
-        """Read one page into the buffer; a nearer tier gets it too."""
+    def _get(self, fetch: _Fetch, key: bytes, parent: bytes) -> int | None:
+        """Read one page into the buffer, from the nearest tier that has it; a nearer one gets it too. The number of the
+        tier; `None`: it is in none."""
         for number, store in enumerate(self.stores):
             if store.get(key, self._buffer):
                 for nearer in self.stores[:number]:
@@ -331,8 +339,8 @@ class TieredPages:
                     # The page may have been discarded since it was read. If it is from now on, that comes after this.
                     if fetch.num_discards != self._num_discards:
                         nearer.discard(key)
-                return True
-        return False
+                return number
+        return None
 
     def _lose_patience(self, fetch: _Fetch) -> None:
         if not fetch.is_over:
@@ -366,6 +374,7 @@ class TieredPages:
         for key in fetch.keys:
             del self._fetches[key]
         self._num_reading -= len(fetch.pages)
+        self._reading_s = self._reading_s - fetch.read_s if self._num_reading else 0.0  # no rest of a float is left
         self.counters.num_fetched += num_landed
         self.counters.num_abandoned += len(fetch.pages) - num_landed
         return fetch.pages[:num_landed]
@@ -375,3 +384,12 @@ class TieredPages:
     def computed(self, num_tokens: int, seconds: float) -> None:
         """As `PageTiers.computed`."""
         self._compute_rate.learn(num_tokens, seconds, self._now())
+
+
+def _change(keys: Iterable[bytes], stores: Sequence[TierStore]) -> CacheChange:
+    """Which of these keys some of the stores have, and which none has."""
+    came: list[bytes] = []
+    went: list[bytes] = []
+    for key in keys:
+        (came if any(store.has(key) for store in stores) else went).append(key)
+    return CacheChange(tuple(came), tuple(went))

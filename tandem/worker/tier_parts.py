@@ -34,7 +34,7 @@ def make_tiers(
     scheduler: BatchScheduler,
     to_owner: Callable[[Callable[[], None]], None],
     loop: asyncio.AbstractEventLoop,
-    tell: Callable[[CacheChange], None],
+    tell: Callable[[CacheChange, CacheChange], None],
     on_fatal: Callable[[BaseException], None],
 ) -> TieredPages | None:
     """The tiers that `config` asks for; `None`: it asks for none, or none can be had.

@@ -99,6 +99,8 @@ def cached_to_proto(news: CacheNews) -> pb.CachedPages:
         went=b"".join(news.went),
         tier_came=b"".join(news.tier_came),
         tier_went=b"".join(news.tier_went),
+        near_came=b"".join(news.near_came),
+        near_went=b"".join(news.near_went),
     )
 
 

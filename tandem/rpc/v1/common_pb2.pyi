@@ -637,6 +637,8 @@ class CachedPages(_message.Message):
     WENT_FIELD_NUMBER: _builtins.int
     TIER_CAME_FIELD_NUMBER: _builtins.int
     TIER_WENT_FIELD_NUMBER: _builtins.int
+    NEAR_CAME_FIELD_NUMBER: _builtins.int
+    NEAR_WENT_FIELD_NUMBER: _builtins.int
     is_first: _builtins.bool
     """nothing that was told before holds; more of the same list may follow"""
     came: _builtins.bytes
@@ -647,6 +649,10 @@ class CachedPages(_message.Message):
     """as `came`: some tier below the pool has them now"""
     tier_went: _builtins.bytes
     """as `came`: no tier has them any more"""
+    near_came: _builtins.bytes
+    """as `came`: where there are several tiers, the nearest one has them now"""
+    near_went: _builtins.bytes
+    """as `came`: the nearest one of several has them no more"""
     def __init__(
         self,
         *,
@@ -655,10 +661,12 @@ class CachedPages(_message.Message):
         went: _builtins.bytes = ...,
         tier_came: _builtins.bytes = ...,
         tier_went: _builtins.bytes = ...,
+        near_came: _builtins.bytes = ...,
+        near_went: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["came", b"came", "is_first", b"is_first", "tier_came", b"tier_came", "tier_went", b"tier_went", "went", b"went"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["came", b"came", "is_first", b"is_first", "near_came", b"near_came", "near_went", b"near_went", "tier_came", b"tier_came", "tier_went", b"tier_went", "went", b"went"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

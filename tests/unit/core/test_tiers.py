@@ -115,31 +115,30 @@ def test_what_is_too_large_is_not_kept() -> None:
     assert "b0" not in index
 
 
-COST = {"page_bytes": 1000, "page_size": 10}
-
-
 @pytest.mark.parametrize(
-    ("bytes_per_s", "tokens_per_s", "bytes_ahead", "is_read"),
+    ("page_s", "tokens_per_s", "ahead_s", "num_pages"),
     [
-        (1e6, 0.0, 0, True),  # nothing has been computed yet
-        (1e6, 5_000.0, 0, True),  # 1 ms a page against 2 ms
-        (1e6, 20_000.0, 0, False),
-        (1e6, 5_000.0, 5_000, False),  # five others are read before
+        ([1.0] * 4, 0.0, 0.0, 4),  # nothing has been computed yet
+        ([1.0] * 4, 5.0, 0.0, 4),  # 1 s a page against 2 s
+        ([1.0] * 4, 20.0, 0.0, 0),
+        ([1.0] * 4, 5.0, 5.0, 0),  # others are read before
+        ([0.1, 0.1, 9.0, 9.0], 5.0, 0.0, 2),  # those behind the second are in a slow tier
+        ([9.0, 9.0, 0.1, 0.1], 5.0, 0.0, 0),  # nor are they worth what is before them
+        ([3.0, 0.1, 0.1, 9.0], 5.0, 0.0, 3),
+        ([0.1, 0.1, 2.5, 2.5], 5.0, 0.0, 2),  # all are sooner than computing all, and the first two sooner than that
+        ([], 5.0, 0.0, 0),
+        ([], 0.0, 0.0, 0),
     ],
 )
-def test_pages_are_read_where_that_is_sooner(
-    bytes_per_s: float, tokens_per_s: float, bytes_ahead: int, *, is_read: bool
+def test_pages_are_read_as_far_as_that_saves_most(
+    page_s: list[float], tokens_per_s: float, ahead_s: float, num_pages: int
 ) -> None:
-    plan = plan_read(4, **COST, bytes_ahead=bytes_ahead, bytes_per_s=bytes_per_s, tokens_per_s=tokens_per_s)
-    assert (plan is not None) == is_read
+    """Of pages of 10 tokens."""
+    plan = plan_read(page_s, 10, ahead_s=ahead_s, tokens_per_s=tokens_per_s)
+    assert (plan.num_pages if plan is not None else 0) == num_pages
     if plan is not None:
-        assert plan.num_pages == 4
-        assert plan.patience_s >= 4 * 1000 / bytes_per_s
-
-
-@given(st.integers(-5, 0))
-def test_of_nothing_nothing_is_read(num_pages: int) -> None:
-    assert plan_read(num_pages, **COST, bytes_ahead=0, bytes_per_s=1.0, tokens_per_s=0.0) is None
+        assert plan.read_s == pytest.approx(sum(page_s[:num_pages]))
+        assert plan.patience_s == pytest.approx(max(2.0, 4 * (ahead_s + plan.read_s)))
 
 
 def test_a_rate_is_forgotten() -> None:

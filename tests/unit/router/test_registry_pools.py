@@ -285,23 +285,30 @@ async def test_what_reading_from_tiers_costs_is_learnt() -> None:
     registry.hear("prefill-0")
     registry.hear("prefill-0", prompt_tokens_computed=1000, busy_s=0.5)
 
-    def cost() -> float:
-        return registry.snapshot().read_cost(WorkerKey("prefill-0", "1"))
+    def costs(name: str = "prefill-0") -> tuple[float, float]:
+        return registry.snapshot().read_costs(WorkerKey(name, "1"))
 
-    def reads(num: int, read_s: float) -> float:
-        tiers = [TierStatus(name="host", read=num - num // 2), TierStatus(name="disk", read=num // 2, read_s=read_s)]
+    def reads(num: int, host_s: float, disk_s: float) -> tuple[float, float]:
+        tiers = [
+            TierStatus(name="host", read=num, read_s=host_s),
+            TierStatus(name="disk", read=2 * num, read_s=disk_s),
+        ]
         registry.hear("prefill-0", tiers=TierReport(tiers=tiers))
-        return cost()
+        return costs()
 
-    guess = cost()
-    assert 0 < guess < 1
-    assert reads(1000, 500.0) == guess, "of before this router came"
+    guess, other_guess = costs()
+    assert 0 < guess == other_guess < 1
+    assert reads(1000, 70.0, 500.0) == (guess, guess), "of before this router came"
+    now = 1100, 70.0 + 100 * PAGE * 0.00005, 500.0 + 200 * PAGE * 0.0002
     for _ in range(2):
-        assert reads(1100, 500.0 + 100 * PAGE * 0.00005) == pytest.approx(0.1)
+        assert reads(*now) == pytest.approx((0.1, 0.4)), "each tier by itself"
     registry.clock.advance(31.0)
-    reads(1100, 500.0 + 100 * PAGE * 0.00005)
-    assert cost() == guess, "a slow disk is not avoided for ever"
-    assert registry.snapshot().read_cost(WorkerKey("prefill-1", "1")) == guess, "each by itself"
+    assert reads(*now) == (guess, guess), "a slow disk is not avoided for ever"
+    reads(1200, 70.0 + 200 * PAGE * 0.00005, now[2])
+    assert costs("prefill-1") == (guess, guess), "each worker by itself"
+    disk = TierStatus(name="disk", read=2500, read_s=now[2] + 100 * PAGE * 0.0002)
+    registry.hear("prefill-0", tiers=TierReport(tiers=[disk]))
+    assert costs() == pytest.approx((0.4, 0.4), rel=0.01), "of one tier alone, that"
 
 
 async def test_the_batch_of_a_worker_that_does_not_tell_counts_as_configured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,6 +334,15 @@ def test_a_worker_that_is_gone_takes_its_tiers_along() -> None:
     assert pages.prefix(layout, prompt, "").num_stored(worker) == 0
     pages.hear(worker, CachedPages(is_first=True, tier_came=keys[0][:8]))
     assert pages.prefix(layout, prompt, "").num_stored(worker) == 16
+    assert pages.prefix(layout, prompt, "").num_near(worker) == 0
+    pages.hear(worker, CachedPages(near_came=keys[0][:8]))
+    assert pages.prefix(layout, prompt, "").num_near(worker) == 16
+    pages.hear(worker, CachedPages(near_went=keys[0][:8]))
+    assert pages.prefix(layout, prompt, "").num_near(worker) == 0
+    pages.hear(worker, CachedPages(near_came=keys[0][:8]))
+    pages.lose(worker)
+    pages.hear(worker, CachedPages(tier_came=keys[0][:8]))
+    assert pages.prefix(layout, prompt, "").num_near(worker) == 0
     pages.lose(worker)
     assert not pages.prefix(layout, prompt, "")
 

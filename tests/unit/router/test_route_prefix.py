@@ -12,7 +12,7 @@ from kvtransfer.layout import KvFormat, LayoutId
 from router.policy.choose import choose, choose_prefill
 from router.policy.prefix import HeldPrefix, KnownPrefix
 from router.policy.route import RequestFacts, Route, Why, Wishes
-from router.policy.snapshot import Link, Snapshot
+from router.policy.snapshot import Link, Snapshot, TierReads
 from router.policy.worker_load import WorkerLoad
 from router.workers.page_index import PageIndex
 from tandem.core.identity import WorkerKey
@@ -39,9 +39,11 @@ def known(held: dict[str, int]) -> KnownPrefix[WorkerKey]:
     return index.prefix(range(PROMPT // PAGE), PAGE)
 
 
-def facts(held: dict[str, int], *, stored: dict[str, int] | None = None, **others: Any) -> RequestFacts:
-    """Workers hold so many leading tokens in their pools, and so many in tiers below them."""
-    return RequestFacts(PROMPT, prefix=HeldPrefix(known(held), known(stored or {})), **others)
+def facts(
+    held: dict[str, int], *, stored: dict[str, int] | None = None, near: dict[str, int] | None = None, **others: Any
+) -> RequestFacts:
+    """Workers hold so many leading tokens in their pools, so many in tiers below them, and so many in the nearest."""
+    return RequestFacts(PROMPT, prefix=HeldPrefix(known(held), known(stored or {}), known(near or {})), **others)
 
 
 def chosen(route: Route) -> tuple[str | None, str, Why]:
@@ -134,10 +136,12 @@ def test_without_a_known_prefix_the_least_loaded_are_chosen_and_told_with_a_few_
 # -- tiers below the pools
 
 
-def reads(cost: float) -> dict[str, Any]:
-    """Of a snapshot: a token is read in the time in which prefill computes so many."""
+def reads(cost: float, near_cost: float | None = None) -> dict[str, Any]:
+    """Of a snapshot: a token is read in the time in which prefill computes so many, and one from the nearest tier in
+    that in which it computes `near_cost`."""
     keys = [key(f"{role}{number}") for role in "pd" for number in range(12)]
-    return {"tier_read_s": dict.fromkeys(keys, cost / 1000.0), "prefill_tokens_per_s": 1000.0}
+    each = TierReads((cost if near_cost is None else near_cost) / 1000.0, cost / 1000.0)
+    return {"tier_reads": dict.fromkeys(keys, each), "prefill_tokens_per_s": 1000.0}
 
 
 def test_a_prompt_goes_where_a_tier_has_its_beginning() -> None:
@@ -187,7 +191,36 @@ def test_a_slow_disk_makes_no_decode_worker_compute_what_is_too_long_for_it() ->
 
 
 def test_each_worker_reads_at_its_own_speed() -> None:
-    quick_and_slow = {"tier_read_s": {key("p3"): 0.00001, key("p5"): 0.1}, "prefill_tokens_per_s": 1000.0}
+    each = {key("p3"): TierReads(0.00001, 0.00001), key("p5"): TierReads(0.1, 0.1)}
+    quick_and_slow = {"tier_reads": each, "prefill_tokens_per_s": 1000.0}
     told = facts({}, stored={"p5": 608, "p3": 320})
     assert chosen(choose(snapshot(**quick_and_slow), told))[0] == "p3"
     assert chosen(choose(snapshot(**reads(0.1)), told))[0] == "p5"
+
+
+def test_host_memory_and_a_disk_have_each_its_price() -> None:
+    """Reading all 608 tokens from a disk costs 304, 288 of them from host memory 3; computing the rest of these is
+    dearer, but for a disk that is slower than that."""
+    prefill = [load("p3"), load("p5"), load("p7", num_queued_tokens=100)]
+    told = facts({}, stored={"p3": 608, "p5": 608}, near={"p5": 288})
+    costs = {}
+    for name, figures in {"quick": reads(0.5, 0.01), "slow": reads(3.0, 0.01), "both slow": reads(3.0, 2.0)}.items():
+        route = choose(snapshot(prefill, **figures), told)
+        costs[name] = {candidate.worker.worker_id: candidate.cost for candidate in route.weighed}
+        assert chosen(route)[0] == ("p5" if name != "both slow" else "p3")
+    left = PROMPT - 608
+    assert costs["quick"] == approx_in(costs["quick"], p3=left + 304, p5=left + 2.88 + 160, p7=PROMPT + 100)
+    assert costs["slow"] == approx_in(costs["slow"], p3=PROMPT, p5=left + 2.88 + 320, p7=PROMPT + 100)
+    assert costs["both slow"] == approx_in(costs["both slow"], p3=PROMPT, p5=PROMPT, p7=PROMPT + 100)
+
+
+def approx_in(found: dict[str, float], **expected: float) -> dict[str, Any]:
+    """The same, but for these, which are to be about that."""
+    return found | {name: pytest.approx(value) for name, value in expected.items()}
+
+
+def test_of_what_the_nearest_tier_has_the_pool_may_have_some() -> None:
+    told = facts({"p5": 160}, stored={"p5": 320}, near={"p5": 224}).prefix
+    assert (told.num_ready(key("p5")), told.num_stored(key("p5")), told.num_near(key("p5"))) == (160, 160, 64)
+    told = facts({"p5": 320}, stored={"p5": 320}, near={"p5": 224}).prefix
+    assert (told.num_stored(key("p5")), told.num_near(key("p5"))) == (0, 0)

@@ -75,11 +75,14 @@ def test_messages_are_of_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None
     report.note(change)
     assert [[len(piece.came) for piece in report.news()] for _ in range(4)] == [[3], [3], [2], []]
     assert [(len(piece.came), piece.is_first) for piece in report.everything()] == [(3, True), (3, False), (2, False)]
-    report.note_tiers(CacheChange(came=tuple(map(key, range(7)))))
+    report.note_tiers(CacheChange(came=tuple(map(key, range(7)))), CacheChange())
     assert [[len(piece.tier_came) for piece in report.news()] for _ in range(4)] == [[3], [3], [1], []]
     assert [len(piece.tier_came) for piece in report.everything()] == [0, 0, 0, 3, 3, 1]
-    report.note_tiers(CacheChange(came=(key(9),), went=(key(1),)))
+    report.note_tiers(CacheChange(came=(key(9),), went=(key(1),)), CacheChange())
     assert report.news() == [CacheNews(tier_came=(key(9)[:8],), tier_went=(key(1)[:8],))]
+    report.note_tiers(CacheChange(), CacheChange(came=(key(9), key(2)), went=(key(1),)))
+    assert report.news() == [CacheNews(near_came=(key(9)[:8], key(2)[:8]), near_went=(key(1)[:8],))]
+    assert report.everything()[-1] == CacheNews(near_came=(key(9)[:8], key(2)[:8]))
     report.note(CacheChange(came=tuple(map(key, range(20, 22))), went=tuple(map(key, range(10)))))
     while news := report.news():
         assert sum(len(piece.came) + len(piece.went) for piece in news) <= 2 * 3
@@ -87,7 +90,7 @@ def test_messages_are_of_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 _STEPS = st.lists(
-    st.tuples(st.sampled_from(["pool", "tiers"]), st.booleans(), st.lists(st.integers(0, 30), max_size=9))
+    st.tuples(st.sampled_from(["pool", "tiers", "near"]), st.booleans(), st.lists(st.integers(0, 30), max_size=9))
     | st.sampled_from(["tell", "join"]),
     max_size=30,
 )
@@ -97,8 +100,8 @@ _STEPS = st.lists(
 def test_whenever_a_router_joins_it_knows_what_all_know(steps: list[Any]) -> None:
     """However much is still to be told."""
     with patch.object(cache_report, "_MOST", 3):
-        report, routers = CacheReport(), list[tuple[set[bytes], set[bytes]]]()
-        held: dict[str, set[int]] = {"pool": set(), "tiers": set()}
+        report, routers = CacheReport(), list[dict[str, set[bytes]]]()
+        held: dict[str, set[int]] = {where: set() for where in _PREFIXES}
 
         def tell() -> bool:
             news = report.news()
@@ -110,24 +113,32 @@ def test_whenever_a_router_joins_it_knows_what_all_know(steps: list[Any]) -> Non
                 tell()
             elif step == "join":
                 tell()
-                routers.append(heard((set(), set()), report.everything()))
+                routers.append(heard({where: set() for where in _PREFIXES}, report.everything()))
             else:
                 where, is_held, numbers = step
                 keys = tuple(map(key, numbers))
-                note = report.note if where == "pool" else report.note_tiers
-                note(CacheChange(came=keys) if is_held else CacheChange(went=keys))
+                change = CacheChange(came=keys) if is_held else CacheChange(went=keys)
+                if where == "pool":
+                    report.note(change)
+                else:
+                    report.note_tiers(*((change, CacheChange()) if where == "tiers" else (CacheChange(), change)))
                 (held[where].update if is_held else held[where].difference_update)(numbers)
         while tell():
             pass
-        expected = tuple({key(number)[:8] for number in held[where]} for where in ("pool", "tiers"))
+        expected = {where: {key(number)[:8] for number in numbers} for where, numbers in held.items()}
         assert all(router == expected for router in routers)
 
 
-def heard(router: tuple[set[bytes], set[bytes]], news: list[CacheNews]) -> tuple[set[bytes], set[bytes]]:
-    pool, tiers = router
+#: Of an event's fields.
+_PREFIXES = {"pool": "", "tiers": "tier_", "near": "near_"}
+
+
+def heard(router: dict[str, set[bytes]], news: list[CacheNews]) -> dict[str, set[bytes]]:
     for piece in news:
         if piece.is_first:
-            pool, tiers = set(), set()
-        pool = pool.union(piece.came).difference(piece.went)
-        tiers = tiers.union(piece.tier_came).difference(piece.tier_went)
-    return pool, tiers
+            router = {where: set() for where in _PREFIXES}
+        router = {
+            where: router[where].union(getattr(piece, f"{prefix}came")).difference(getattr(piece, f"{prefix}went"))
+            for where, prefix in _PREFIXES.items()
+        }
+    return router

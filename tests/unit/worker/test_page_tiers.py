@@ -95,6 +95,7 @@ class World:
         self.owner, self.writer, self.reader, self.timers = Steps(), Steps(), Steps(), Steps()
         self.now_s = 0.0
         self.told: set[bytes] = set()
+        self.told_near: set[bytes] = set()
         self.tiers = TieredPages(
             self.scheduler,
             self.memory,
@@ -110,9 +111,10 @@ class World:
         self.scheduler.tiers = self.tiers
         self.went_on: list[str] = []
 
-    def hear(self, change: CacheChange) -> None:
-        self.told.update(change.came)
-        self.told.difference_update(change.went)
+    def hear(self, change: CacheChange, near: CacheChange) -> None:
+        for told, news in ((self.told, change), (self.told_near, near)):
+            told.update(news.came)
+            told.difference_update(news.went)
 
     @property
     def lanes(self) -> list[Steps]:
@@ -255,6 +257,58 @@ def test_an_evicted_prompt_comes_back_to_the_cache() -> None:
     assert world.went_on == ["a"]
     assert world.pool.match(keys) == 4
     assert world.tiers.counters.num_fetched == 4
+    world.check()
+
+
+def kept_in_two() -> World:
+    """A prompt of which the near tier has two pages, and the far one all; the pool has forgotten it. A page is read from
+    the far one in a second."""
+    world = World(num_pages=8, num_slots=10, num_far_slots=10)
+    pages = world.compute(PROMPTS["a"])
+    world.run()
+    world.pool.release(pages or [])
+    forget(world)
+    get = world.far.get
+
+    def get_slowly(key: bytes, into: memoryview) -> bool:
+        world.now_s += 1.0
+        return get(key, into)
+
+    world.far.get = get_slowly  # type: ignore[method-assign]
+    return world
+
+
+def forget(world: World) -> None:
+    """The pool all pages, and the near tier those behind the second one."""
+    world.pool.drop_cache()
+    for key in PROMPTS["a"][2:]:
+        world.store.discard(key)
+
+
+def test_it_is_told_what_the_nearest_of_several_tiers_has() -> None:
+    world = kept_in_two()
+    assert world.told == set(PROMPTS["a"])
+    assert world.told_near == set(PROMPTS["a"][:2])
+    alone = kept_and_evicted(PROMPTS["a"])
+    assert (alone.told, alone.told_near) == (set(PROMPTS["a"]), set())
+
+
+def test_each_tier_is_read_as_far_as_that_is_sooner_than_computing() -> None:
+    keys = PROMPTS["a"]
+    world = kept_in_two()
+    assert world.fetch("first", keys)  # nothing is known of the speed of computation
+    world.run()
+    assert world.pool.match(keys) == 4
+    forget(world)
+    world.tiers.computed(PAGE_SIZE, 0.5)  # the far tier takes twice as long
+    assert world.fetch("second", keys)
+    world.run()
+    assert world.pool.match(keys) == 2
+    world.now_s += 100.0  # and that is known no more
+    world.tiers.computed(PAGE_SIZE, 2.0)
+    assert world.fetch("third", keys)
+    world.run()
+    assert world.pool.match(keys) == 4
     world.check()
 
 

@@ -13,9 +13,9 @@ from router.policy.gate import Room
 from router.policy.pool import Pool
 from router.policy.prefix import HeldPrefix
 from router.policy.route import RequestFacts
-from router.policy.snapshot import Link, Pair, Snapshot
+from router.policy.snapshot import Link, Pair, Snapshot, TierReads
 from router.workers.known_pages import TOLD_S
-from router.workers.learnt import Learnt
+from router.workers.learnt import Learnt, LearntReads
 from tandem.core.identity import WORKER_ROLES, Role, WorkerKey
 from tandem.core.page_keys import PageKeys
 from tandem.sim.job import InFlight, Job
@@ -40,6 +40,8 @@ class Known:
         self._takes_requests: set[WorkerKey] = set()
         self._told_s: dict[WorkerKey, float] = {}
         self._told: dict[WorkerKey, Work] = {}  # what it had done by then
+        self._learnt_reads: dict[WorkerKey, LearntReads] = {}  # from the tiers of each worker
+        self._tier_reads: dict[WorkerKey, TierReads] = {}
         self._links: dict[Pair, Link] = {}  # those that are slow
         self._link_used_s: dict[Pair, float] = {}  # of these, the last time
 
@@ -120,6 +122,7 @@ class Known:
             self._pools[Role.PREFILL],
             self._pools[Role.DECODE],
             links=self._links,
+            tier_reads=self._tier_reads,
             prefill_tokens_per_s=self._prompt_speed.at(self._kernel.now_s),
             is_colocated=self._shape.is_colocated,
         )
@@ -166,6 +169,7 @@ class Known:
         now_s, work, before = self._kernel.now_s, machine.work, self._told[machine.key]
         machine.tell()
         self.hear_pages(machine)
+        self._hear_reads(machine)
         if machine.role is Role.PREFILL and (busy_s := work.busy_s - before.busy_s) > 0:
             self._prompt_speed.note(work.num_tokens - before.num_tokens, busy_s, now_s)
         elif self._shape.is_colocated and (chunk_s := work.chunk_s - before.chunk_s) > 0:
@@ -175,11 +179,23 @@ class Known:
         self.turns.look()
 
     def hear_pages(self, machine: Machine) -> None:
-        """Which came to its cache, and which went."""
-        if self._prefixes is None or (change := machine.pool.take_changes()) is None:
+        """Which came to its cache, or the tiers below, and which went."""
+        if self._prefixes is None:
             return
+        change, of_tiers = machine.pool.take_changes(), machine.take_tier_news()
         if machine.key in self._takes_requests:
-            self._prefixes.hear(machine.key, change)
+            if change is not None:
+                self._prefixes.hear(machine.key, change)
+            for in_tiers, near in of_tiers:
+                self._prefixes.hear_tiers(machine.key, in_tiers, near)
+
+    def _hear_reads(self, machine: Machine) -> None:
+        """How fast it reads from its tiers."""
+        if machine.tiers is not None:
+            learnt = self._learnt_reads.setdefault(machine.key, LearntReads())
+            counted = ((store.name, store.counters.num_read, store.counters.read_s) for store in machine.tiers.stores)
+            page_size = self._shape.kv_format.layout.page_size
+            self._tier_reads[machine.key] = learnt.note(counted, page_size, self._kernel.now_s)
 
     def report_due_s(self, machine: Machine) -> float:
         return self._told_s[machine.key] + self._shape.report_s

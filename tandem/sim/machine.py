@@ -13,14 +13,16 @@ from kvtransfer.layout import KvFormat
 from router.policy.known_load import KnownLoad, Report
 from router.policy.worker_load import WorkerLoad
 from tandem.core.identity import Role, WorkerKey
-from tandem.core.pages import PagePool
+from tandem.core.pages import CacheChange, PagePool
 from tandem.core.step_times import StepTimes
 from tandem.sim.cores import SharedCores
 from tandem.sim.job import Job
 from tandem.sim.kernel import Call, Kernel
 from tandem.sim.quiet import advance, quiet_steps, quiet_times
+from tandem.sim.tiers import TierShape, simulated_tiers
 from tandem.sim.timeline import Timeline
 from tandem.worker.batch import Batch, SchedulerLimits
+from tandem.worker.page_tiers import TieredPages
 from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.sequence import Sequence as Choice
 from tandem.worker.step_log import terms_of
@@ -67,6 +69,7 @@ class Machine:
     cores: that it shares with others; it then takes its steps one by one. `None`: it has its own.
     timeline: where it notes when it computed what, if anybody wants to know.
     make_scheduler: makes what plans its steps; `None`: what ships.
+    tiers: below its pool, where it has a prefix cache; `None`: there are none.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class Machine:
         cores: SharedCores | None = None,
         timeline: Timeline | None = None,
         make_scheduler: SchedulerMaker | None = None,
+        tiers: TierShape | None = None,
     ) -> None:
         page_size = kv_format.layout.page_size
         self.key, self.role = key, role
@@ -112,6 +116,27 @@ class Machine:
         self._run = 0  # of these: a number that names them
         self._between: list[Call] = []  # to be called when the step that is under way has ended
         self.is_dead = False
+        self._tiers: TieredPages | None = None
+        self.fetching: list[Choice] = []  # of prefill, prompts whose pages are read from a tier
+        self.num_fetching = 0  # of decode, attempts at such
+        self._tier_news: list[tuple[CacheChange, CacheChange]] = []
+        if tiers is not None and prefix_cache:
+            page_bytes = kv_format.layout.token_bytes * page_size
+            self._scheduler.tiers = self._tiers = simulated_tiers(
+                tiers, kernel, self._scheduler, page_bytes, self.between_steps, self._hear_tiers
+            )
+
+    def _hear_tiers(self, change: CacheChange, near: CacheChange) -> None:
+        self._tier_news.append((change, near))
+
+    def take_tier_news(self) -> list[tuple[CacheChange, CacheChange]]:
+        """What its tiers have since the last call, and what the nearest of several has."""
+        news, self._tier_news = self._tier_news, []
+        return news
+
+    @property
+    def tiers(self) -> TieredPages | None:
+        return self._tiers
 
     @property
     def pool(self) -> PagePool:
@@ -139,7 +164,7 @@ class Machine:
     @property
     def num_waiting(self) -> int:
         """Requests that wait here for pages, or whose pages are on their way."""
-        return len(self._ledger.waiting) + self._ledger.num_to_come
+        return len(self._ledger.waiting) + self._ledger.num_to_come + self.num_fetching
 
     def wake(self) -> None:
         """There may be something to compute."""
@@ -216,6 +241,9 @@ class Machine:
         num_of_prompts = batch.num_chunk_tokens + batch.num_paced_tokens
         if self._scheduler.learns_steps:
             self._scheduler.note_step(num_rows, num_of_prompts, seconds)
+        if self._tiers is not None:
+            of_prompts = (item.num_tokens for item in batch.items if item.num_tokens > 1)
+            self._tiers.computed(batch.num_tokens if self.role is Role.PREFILL else sum(of_prompts), seconds)
         if self._timeline is not None:
             now_s = self._kernel.now_s
             self._timeline.note(self.key.worker_id, now_s - seconds, now_s, with_prompts=num_of_prompts > 0)
@@ -284,7 +312,7 @@ class Machine:
     @property
     def choices(self) -> Sequence[Choice]:
         """All that run or wait here."""
-        return [*self.scheduler.running, *self.scheduler.waiting, *self.scheduler.parked]
+        return [*self.scheduler.running, *self.scheduler.waiting, *self.scheduler.parked, *self.fetching]
 
     @property
     def is_empty(self) -> bool:

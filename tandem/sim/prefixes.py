@@ -26,6 +26,8 @@ class Prefixes:
     page_size: int
     _names: BlockNames = field(default_factory=BlockNames, init=False)
     _index: PageIndex[bytes, WorkerKey] = field(default_factory=lambda: PageIndex(MOST_KEYS), init=False)
+    _stored: PageIndex[bytes, WorkerKey] = field(default_factory=lambda: PageIndex(MOST_KEYS), init=False)
+    _near: PageIndex[bytes, WorkerKey] = field(default_factory=lambda: PageIndex(MOST_KEYS), init=False)
 
     def keys(self, arrival: Arrival) -> PageKeys:
         """One for each full page of the prompt and the answer behind it. What others do not begin with is like no
@@ -52,16 +54,22 @@ class Prefixes:
         return (common if token < arrival.num_common else own for token in last_tokens)
 
     def hear(self, worker: WorkerKey, change: CacheChange) -> None:
-        self._index.add(worker, (key[:SHORT] for key in change.came))
-        self._index.remove(worker, (key[:SHORT] for key in change.went))
+        _note(self._index, worker, change)
+
+    def hear_tiers(self, worker: WorkerKey, change: CacheChange, near: CacheChange) -> None:
+        """As `TieredPages` tells."""
+        _note(self._stored, worker, change)
+        _note(self._near, worker, near)
 
     def lose(self, worker: WorkerKey) -> None:
         """What it holds from now on is not heard."""
-        self._index.drop(worker)
+        for index in (self._index, self._stored, self._near):
+            index.drop(worker)
 
     def held(self, keys: PageKeys, num_tokens: int) -> HeldPrefix[WorkerKey]:
         """Who holds how much of a prompt's beginning, but for its last token."""
-        return HeldPrefix(self._index.prefix(self._wanted(keys, num_tokens), self.page_size))
+        wanted = self._wanted(keys, num_tokens)
+        return HeldPrefix(*(index.prefix(wanted, self.page_size) for index in (self._index, self._stored, self._near)))
 
     def foresee(self, workers: Iterable[WorkerKey], keys: PageKeys, num_tokens: int) -> Foreseen:
         """These are about to have the pages of a prompt."""
@@ -75,3 +83,8 @@ class Prefixes:
 
     def _wanted(self, keys: PageKeys, num_tokens: int) -> Sequence[bytes]:
         return [key[:SHORT] for key in keys[: (num_tokens - 1) // self.page_size]]
+
+
+def _note(index: PageIndex[bytes, WorkerKey], worker: WorkerKey, change: CacheChange) -> None:
+    index.add(worker, (key[:SHORT] for key in change.came))
+    index.remove(worker, (key[:SHORT] for key in change.went))

@@ -48,6 +48,7 @@ def content(world: World, outcomes: Sequence[Outcome], took_s: float) -> dict[st
         "num_recoveries": sum(one.num_recoveries for one in asked),
         "num_input_tokens": sum(one.arrival.num_input for one in outcomes),
         "num_cached_tokens": sum(one.num_cached or 0 for one in outcomes) if world.shape.prefix_cache else None,
+        "tiers": _tiers(world),
         "num_output_tokens": sum(one.num_tokens for one in outcomes),
         "output_tokens_per_s": sum(one.num_tokens for one in outcomes) / end_s,
         "slo": {
@@ -124,6 +125,29 @@ def _tenant(world: World, name: str, asked: Sequence[Outcome]) -> dict[str, Any]
         "num_tokens": sum(one.arrival.num_input + one.num_tokens for one in served),
         "kept_share": sum(one.keeps(shape.ttft_s, shape.tpot_s) for one in served) / max(1, len(own)),
         "ttft_s": dataclasses.asdict(ttft) if ttft else None,
+    }
+
+
+def _tiers(world: World) -> dict[str, Any] | None:
+    """Pages of prompts that pools lacked, and what was read and written in each tier; of all workers together."""
+    found = [machine.tiers for machine in world.machines.values() if machine.tiers is not None]
+    if not found:
+        return None
+    counters, stores = [each.counters for each in found], [store for each in found for store in each.stores]
+    return {
+        "num_fetched": sum(each.num_fetched for each in counters),
+        "num_missed": sum(each.num_missed for each in counters),
+        "num_abandoned": sum(each.num_abandoned for each in counters),
+        "tiers": {
+            name: {
+                "num_pages": sum(store.held()[0] for store in stores if store.name == name),
+                **{
+                    field: sum(getattr(store.counters, field) for store in stores if store.name == name)
+                    for field in ("num_read", "num_written", "num_evicted", "read_s", "write_s")
+                },
+            }
+            for name in dict.fromkeys(store.name for store in stores)
+        },
     }
 
 
@@ -218,6 +242,9 @@ def tables(found: dict[str, Any]) -> list[Table]:
     if found["num_cached_tokens"] is not None:
         share = found["num_cached_tokens"] / found["num_input_tokens"]
         counts.add_row("prefix caches", f"held {share:.1%} of the tokens of prompts")
+    if (tiers := found["tiers"]) is not None:
+        read = ", ".join(f"{each['num_read']:,} from {name}" for name, each in tiers["tiers"].items())
+        counts.add_row("page tiers", f"gave {tiers['num_fetched']:,} pages ({read}); none had {tiers['num_missed']:,}")
     counts.add_row("output throughput", f"{found['output_tokens_per_s']:,.1f} tokens/s")
     slo = found["slo"]
     targets = f"TTFT {slo['ttft_s']:g} s and TPOT {slo['tpot_s'] * 1e3:g} ms"

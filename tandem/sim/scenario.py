@@ -23,6 +23,7 @@ from tandem.sim.conversations import ConversationPlan, closed, drawn_conversatio
 from tandem.sim.faults import Death, FaultShape, SlowLink, parse_fault
 from tandem.sim.load import Arrival, Lengths, drawn, of_tenants, recorded
 from tandem.sim.shape import PoolShape, TenantShape, WorldShape
+from tandem.sim.tiers import TierShape
 from tandem.worker.limits import Site, scheduler_limits
 
 _GIGA = 1e9
@@ -68,6 +69,14 @@ class CoresSpec:
     def __post_init__(self) -> None:
         if any(speed <= 0 for speed in self.speeds):
             raise ConfigError(f"a step at a speed of {min(self.speeds):g} never ends; take more", key="cores.speeds")
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """What the tiers below a worker's pool lie on (`tandem.cache`)."""
+
+    host_gb_per_s: float = key(20.0, "Between a worker's card and host memory; 10^9 bytes a second.", minimum=0.001)
+    disk_gb_per_s: float = key(3.0, "Of a worker's disk, to read and to write at once.", minimum=0.001)
 
 
 @dataclass(frozen=True)
@@ -120,6 +129,7 @@ class Scenario(TimeModel):
     pools: PoolsSpec = field(default_factory=PoolsSpec)
     cores: CoresSpec = field(default_factory=CoresSpec)
     network: NetworkSpec = field(default_factory=NetworkSpec)
+    node: NodeSpec = field(default_factory=NodeSpec)
     load: LoadSpec = field(default_factory=LoadSpec)
     faults: tuple[str, ...] = key(
         (),
@@ -163,6 +173,7 @@ class Scenario(TimeModel):
             speeds=self.cores.speeds,
             faults=self._faults,
             prefix_cache=config.cache.prefix_cache and any(arrival.begins_like_others for arrival in load),
+            tiers=self._tiers,
             names_sessions=self.load.names_sessions,
             tenants={tenant.name: _tenant(tenant) for tenant in self.tenants},
             ageing_s=config.scheduling.priority_ageing_s,
@@ -191,6 +202,14 @@ class Scenario(TimeModel):
             limits.wait_for_worker_s,
             tells_links=self.network.tells_links,
         )
+
+    @property
+    def _tiers(self) -> TierShape | None:
+        cache, node = self.tandem.cache, self.node
+        if not cache.host_bytes and not cache.disk_path:
+            return None
+        disk_bytes = cache.disk_bytes if cache.disk_path else 0
+        return TierShape(cache.host_bytes, disk_bytes, node.host_gb_per_s * _GIGA, node.disk_gb_per_s * _GIGA)
 
     @property
     def _kv_format(self) -> KvFormat:

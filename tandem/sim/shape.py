@@ -11,6 +11,7 @@ from tandem.cluster.supervisor.autoscale import Range, Settings
 from tandem.core.identity import Role
 from tandem.core.step_times import StepTimes
 from tandem.sim.faults import FaultShape
+from tandem.sim.tiers import TierShape
 from tandem.worker.batch import SchedulerLimits
 
 
@@ -53,6 +54,7 @@ class WorldShape:
     speeds: of steps while so many workers compute, where all share one host's cores; none: each has its own.
     faults: who dies when, and which ways become slow.
     prefix_cache: workers keep pages of prompts, and requests go where theirs are.
+    tiers: that each worker has below its pool, where `prefix_cache`; `None`: none.
     names_sessions: requests say of which conversation they are a turn, so that the router knows its sessions.
     tenants: by the names that requests have.
     ageing_s: what a level of priority is worth.
@@ -77,6 +79,7 @@ class WorldShape:
     speeds: tuple[float, ...] = ()
     faults: FaultShape = field(default_factory=FaultShape)
     prefix_cache: bool = False
+    tiers: TierShape | None = None
     names_sessions: bool = False
     tenants: Mapping[str, TenantShape] = field(default_factory=dict)
     ageing_s: float = 1.0

@@ -77,7 +77,7 @@ class World:
     role_changes: workers that went from one pool to the other, and when.
     num_unsent: turns of conversations of which one before them failed.
     at_once: steps in which nothing happens are taken several at a time; nothing but the time that this takes depends on
-        it.
+        it, and up to a report's time by when pages that fill in these steps are copied to tiers.
     make_scheduler: makes what plans the steps of a worker, where what ships is compared with another one; `None`: what
         ships.
     """
@@ -131,7 +131,7 @@ class World:
             times=pool.times or self.shape.times, kv_format=self.shape.kv_format, prefix_cache=self.shape.prefix_cache,
             on_preempted=self._preempted, on_admitted=self._admitted, on_step=self._stepped,
             on_quiet=self._stepped_quietly, looks_at_s=looks_at_s if role is Role.DECODE else None,
-            cores=self._cores, timeline=self.timeline, make_scheduler=self.make_scheduler,
+            cores=self._cores, timeline=self.timeline, make_scheduler=self.make_scheduler, tiers=self.shape.tiers,
         )  # fmt: skip
         if self.shape.faults.deaths and role is Role.PREFILL:
             window = pool.limits.window
@@ -305,8 +305,27 @@ class World:
                 job.began_s = self.kernel.now_s
                 self._computed(job)
                 return
-        prefill.scheduler.add(prompt)
-        prefill.wake()
+        if not self._fetches(prefill, job, prompt):
+            prefill.scheduler.add(prompt)
+            prefill.wake()
+
+    def _fetches(self, prefill: Machine, job: Job, prompt: Choice) -> bool:
+        """Whether pages of it that lie below the pool are read first."""
+        scheduler = prefill.scheduler
+        if prefill.tiers is None:
+            return False
+        keys = scheduler.wanted_keys(prompt)
+        num_hidden = scheduler.num_hidden(len(keys) * prefill.pool.page_size)
+        if not prefill.tiers.fetch(keys[num_hidden:], lambda _: self._fetched(prefill, job, prompt)):
+            return False
+        prefill.fetching.append(prompt)
+        return True
+
+    def _fetched(self, prefill: Machine, job: Job, prompt: Choice) -> None:
+        prefill.fetching.remove(prompt)
+        if job.prompt is prompt:  # else nobody waits for it any more
+            prefill.scheduler.add(prompt)
+            prefill.wake()
 
     def _prefill_of(self, job: Job) -> Machine:
         assert job.prefill is not None
@@ -382,7 +401,27 @@ class World:
         if self.make_scheduler is not None and job.prefill is None:
             self._add_to_other(decode, job)
             return
-        decode.ledger.push(job)
+        if not self._fetches_at_decode(decode, job):
+            decode.ledger.push(job)
+            self._give_pages(decode)
+
+    def _fetches_at_decode(self, decode: Machine, job: Job) -> bool:
+        """As `_fetches`, only where the prompt can be computed here then."""
+        if decode.tiers is None or not job.max_local_tokens:
+            return False
+        page_size = decode.pool.page_size
+        num_wanted = (job.num_tokens - 1) // page_size
+        num_hidden = decode.scheduler.num_hidden(num_wanted * page_size)
+        at_least = pages_for(max(0, job.num_tokens - job.max_local_tokens), page_size) - num_hidden
+        keys = job.page_keys[num_hidden:num_wanted]
+        begins = decode.tiers.fetch(keys, lambda _: self._fetched_at_decode(decode, job), at_least=at_least)
+        decode.num_fetching += begins
+        return begins
+
+    def _fetched_at_decode(self, decode: Machine, job: Job) -> None:
+        decode.num_fetching -= 1
+        if not job.is_over:
+            decode.ledger.push(job)
         self._give_pages(decode)
 
     def _add_to_other(self, decode: Machine, job: Job) -> None:

@@ -102,6 +102,7 @@ class TieredPages:
         tell: hears what the tiers, all together, hold now and did not before, and the other way round; and the same of
             the nearest one, where there are several. On one of the tiers' threads at a time.
         writer, reader: the threads; they end with `close`.
+        make_buffer: for the bytes of a page.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class TieredPages:
         writer: Calls,
         reader: Calls,
         clock: Callable[[], float] = time.monotonic,
+        make_buffer: Callable[[int], memoryview] = lambda num_bytes: memoryview(bytearray(num_bytes)),
     ) -> None:
         self.stores = stores
         self.counters = FetchCounters()
@@ -145,7 +147,8 @@ class TieredPages:
         self._compute_rate = Rate()
         self._paused_until_s = float("-inf")
         self._read_rates = [Rate(store.guessed_bytes_per_s) for store in stores]
-        self._buffer = memoryview(bytearray(page_bytes))  # the reader's
+        self._make_buffer = make_buffer
+        self._buffer = make_buffer(page_bytes)  # the reader's
         self.has_found = threading.Event()
         self._writer = writer
         self._reader = reader
@@ -199,7 +202,7 @@ class TieredPages:
             return
         copies = []
         for page, entry, key, parent in taken:
-            data = memoryview(bytearray(self._page_bytes))
+            data = self._make_buffer(self._page_bytes)
             self._memory.read_page(page, data)
             copies.append(_Copy(page, entry, key, parent, data))
         self._to_owner(lambda: self._verify(copies))

@@ -261,8 +261,8 @@ def test_an_evicted_prompt_comes_back_to_the_cache() -> None:
 
 
 def kept_in_two() -> World:
-    """A prompt of which the near tier has two pages, and the far one all; the pool has forgotten it. A page is read from
-    the far one in a second."""
+    """A prompt of which the near tier has two pages, and the far one all; the pool has forgotten it. A page of the far
+    one is read in a second."""
     world = World(num_pages=8, num_slots=10, num_far_slots=10)
     pages = world.compute(PROMPTS["a"])
     world.run()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from router.lifecycle.context import RouterContext
+from router.policy.first_token import check_in_time
 from router.request.request import Request
-from tandem.core.errors import UnmeetableDeadlineError
 
 
 def check_deadline(request: Request, context: RouterContext) -> None:
@@ -14,11 +14,4 @@ def check_deadline(request: Request, context: RouterContext) -> None:
     prefix = context.workers.known_prefix(request.prompt_ids, request.cache_salt)
     place_in_s = 0.0 if request.pools else context.admission.place_in_s(request.num_choices)
     in_s = context.turns.first_token_in_s(request, prefix.most_tokens, place_in_s)
-    left_s = request.timeout_s - (context.clock.now() - request.arrived_s)
-    if in_s > left_s > 0:  # what is over already ends as any that passes
-        raise UnmeetableDeadlineError(
-            f"the deadline of {request.timeout_s:g} s cannot be met: the first token is expected in {in_s:.1f} s; try "
-            "again later, or with a longer timeout",
-            retry_after_s=in_s,
-            request_id=request.request_id,
-        )
+    check_in_time(in_s, request.timeout_s, context.clock.now() - request.arrived_s, request.request_id)

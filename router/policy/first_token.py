@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from router.policy.gate import Room
+from tandem.core.errors import UnmeetableDeadlineError
 
 #: The slack of a prompt, in times of its computation alone.
 _PATIENCE = 16.0
@@ -21,6 +22,23 @@ def first_token_in_s(tokens_in_front: float, num_tokens: int, place_in_s: float,
     if not room.tokens_per_s or not room.num_computing:
         return place_in_s
     return max(place_in_s, tokens_in_front / room.tokens_per_s / room.num_computing) + num_tokens / room.tokens_per_s
+
+
+def check_in_time(in_s: float, timeout_s: float, age_s: float, request_id: str) -> None:
+    """Raises `UnmeetableDeadlineError` where a request's time-out is over before it could have its first token.
+
+    Args:
+        in_s: from now on, as of `first_token_in_s`.
+        timeout_s: from its arrival.
+        age_s: since that.
+    """
+    if in_s > timeout_s - age_s > 0:  # what is over already ends as any that passes
+        raise UnmeetableDeadlineError(
+            f"the deadline of {timeout_s:g} s cannot be met: the first token is expected in {in_s:.1f} s; try again "
+            "later, or with a longer timeout",
+            retry_after_s=in_s,
+            request_id=request_id,
+        )
 
 
 def slack_of(num_tokens: int, tokens_per_s: float, timeout_s: float | None = None) -> float:

@@ -23,7 +23,9 @@ SIMULATED_TOKEN_BYTES = 64
 """Of the pages of a simulated engine, which stand for the real ones."""
 
 #: What a scenario of `tandem sim` says beside: a simulated engine reads its file too, and has no use for it.
-OF_SIMULATIONS = ("pools", "cores", "network", "node", "faults", "load", "tenants", "refuses", "tandem", "seed")
+OF_SIMULATIONS = (
+    "pools", "cores", "network", "node", "faults", "load", "tenants", "classes", "refuses", "tandem", "seed"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,10 @@ _REQUESTS, _PROMPT_TOKENS, _ENDED, _ENDED_TOKENS, _OUTPUT_TOKENS, _FIRST, _FIRST
 
 @dataclass(slots=True)
 class Figures:
-    """Args: ttft_s, tpot_s: by when tokens are wanted."""
+    """Counts since the beginning, and since it was last asked."""
 
-    ttft_s: float
-    tpot_s: float
     num_open: int = 0  # requests that have not ended, those that will come among them
-    num_kept: int = 0  # requests that ended, and kept both targets
+    num_kept: int = 0  # requests that ended, and kept both of their targets
     _now: list[float] = field(default_factory=lambda: [0.0] * _NUM_COUNTS, init=False)
     _before: Asked = field(default_factory=Asked, init=False)
     _worked: dict[WorkerKey, Worked] = field(default_factory=dict, init=False)
@@ -41,7 +39,7 @@ class Figures:
         self._now[_OUTPUT_TOKENS] += 1
         if outcome.num_tokens == 1:
             self._now[_FIRST] += 1
-            self._now[_FIRST_LATE] += outcome.ttft_s > self.ttft_s
+            self._now[_FIRST_LATE] += outcome.ttft_s > outcome.targets.ttft_s
 
     def gave_more(self, num_tokens: int) -> None:
         """Tokens, none of them a first one."""
@@ -49,12 +47,12 @@ class Figures:
 
     def ended(self, outcome: Outcome) -> None:
         self.num_open -= 1
-        self.num_kept += outcome.keeps(self.ttft_s, self.tpot_s)
+        self.num_kept += outcome.kept
         self._now[_ENDED] += 1
         self._now[_ENDED_TOKENS] += outcome.num_tokens
         if outcome.tpot_s is not None:
             self._now[_TIMED] += 1
-            self._now[_TIMED_LATE] += outcome.tpot_s > self.tpot_s
+            self._now[_TIMED_LATE] += outcome.tpot_s > outcome.targets.tpot_s
 
     def failed(self) -> None:
         """A request."""

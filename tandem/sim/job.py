@@ -8,7 +8,7 @@ from decode_worker.ledger import Attempt
 from router.lifecycle.turns import Turn
 from router.policy.recovery import FIRST, Plan, Recovery
 from router.request.journal import Journal
-from router.request.request import TokenGiven
+from router.request.request import Request, TokenGiven
 from router.workers.known_pages import Foreseen
 from tandem.core.identity import WorkerKey
 from tandem.core.page_keys import PageKeys
@@ -21,6 +21,7 @@ class InFlight:
     """One request, over all its attempts.
 
     Attributes:
+        asked: what the router was asked.
         turn: in the router.
         recovery: what follows when an attempt fails; `None`: none has.
         journal: what its client has been given; `None`: nobody dies, so each token comes once.
@@ -29,10 +30,12 @@ class InFlight:
         give_up_s: until when it waits for a worker; `None`: it does not.
         kept_at: prefill workers that may keep pages of its prompt.
         page_keys: of the full pages of its prompt, and of its answer behind that; none without prefix caches.
+        is_over: it has ended, or failed.
         is_waiting: admission counts it as one that waits for the computation of its prompt.
     """
 
     outcome: Outcome
+    asked: Request
     turn: Turn
     recovery: Recovery | None = None
     journal: Journal | None = None
@@ -41,6 +44,7 @@ class InFlight:
     give_up_s: float | None = None
     kept_at: set[WorkerKey] = field(default_factory=set)
     page_keys: PageKeys = field(default_factory=PageKeys)
+    is_over: bool = False
     is_waiting: bool = False
 
     @property

@@ -128,20 +128,21 @@ class Known:
         )
 
     def facts(self, request: InFlight) -> RequestFacts:
-        arrival = request.outcome.arrival
+        asked = request.asked
         return RequestFacts(
-            num_prompt_tokens=arrival.num_input,
-            prefix=self._held(request),
+            num_prompt_tokens=request.outcome.arrival.num_input,
+            prefix=self.held(request.page_keys, request.outcome.arrival),
+            priority=asked.priority,
+            deadline_s=asked.arrived_s + asked.timeout_s if asked.timeout_s is not None else None,
             mixed_pool_tokens=self._shape.mixed_pool_tokens,
-            first_token_in_s=arrival.arrived_s + self._shape.ttft_s - self._kernel.now_s,
+            first_token_in_s=asked.due_s - self._kernel.now_s,
             num_held_tokens=self.turns.num_waiting_tokens,
             is_first_attempt=request.attempt == 1,
         )
 
-    def _held(self, request: InFlight) -> HeldPrefix[WorkerKey]:
-        if self._prefixes is None:
-            return HeldPrefix()
-        return self._prefixes.held(request.page_keys, request.outcome.arrival.num_input)
+    def held(self, page_keys: PageKeys, arrival: Arrival) -> HeldPrefix[WorkerKey]:
+        """Who holds how much of its prompt."""
+        return self._prefixes.held(page_keys, arrival.num_input) if self._prefixes is not None else HeldPrefix()
 
     def send(self, job: Job, to: Machine, num_tokens: int, num_pages: int, call: Callable[[Job], object]) -> None:
         to.num_commands_sent += 1

@@ -26,6 +26,7 @@ class Arrival:
     block_ids: tuple[int, ...] = ()  # as of `TraceEntry`, of its answer too where that is known; none: not named
     block_size: int = MOONCAKE_BLOCK
     tenant: str = ""  # its name; empty: all are of one
+    kind: str = ""  # the name of its class; empty: all are of one
     conversation: int | None = None  # the number of its first turn; `None`: it is no turn of one
     turn: int = 1
     num_common: int = 0  # tokens with which all prompts of the load begin
@@ -87,9 +88,18 @@ def drawn(
 
 def of_tenants(arrivals: Sequence[Arrival], shares: Mapping[str, float], seed: int) -> list[Arrival]:
     """Each request, or conversation, is of one tenant, by chance; `shares`: how likely each is beside the others."""
-    rng = random.Random(seed)
-    names = rng.choices(list(shares), list(shares.values()), k=len(arrivals))
+    names = _by_chance(len(arrivals), shares, random.Random(seed))
     return [changed(arrival, partial(replace, tenant=name)) for arrival, name in zip(arrivals, names, strict=True)]
+
+
+def of_kinds(arrivals: Sequence[Arrival], shares: Mapping[str, float], seed: int) -> list[Arrival]:
+    """As `of_tenants`, of one class, whoever its tenant is."""
+    names = _by_chance(len(arrivals), shares, random.Random(f"{seed}:classes"))
+    return [changed(arrival, partial(replace, kind=name)) for arrival, name in zip(arrivals, names, strict=True)]
+
+
+def _by_chance(num: int, shares: Mapping[str, float], rng: random.Random) -> list[str]:
+    return rng.choices(list(shares), list(shares.values()), k=num)
 
 
 def changed(first: Arrival, change: Callable[[Arrival], Arrival]) -> Arrival:

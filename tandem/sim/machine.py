@@ -141,19 +141,19 @@ class Machine:
     @property
     def pool(self) -> PagePool:
         """As it is now."""
-        self._settle()
+        self.settle()
         return self._pool
 
     @property
     def scheduler(self) -> BatchScheduler:
         """As it is now; sequences that come join the step after the one under way."""
-        self._settle()
+        self.settle()
         return self._scheduler
 
     @property
     def ledger(self) -> Ledger[Job]:
         """As it is now: of decode, who is wanted here, and who gets pages when."""
-        self._settle()
+        self.settle()
         return self._ledger
 
     @property
@@ -174,7 +174,7 @@ class Machine:
 
     def between_steps(self, call: Call) -> None:
         """Now, or when the step that is under way has ended."""
-        self._settle()
+        self.settle()
         if self._is_busy:
             self._between.append(call)
         else:
@@ -182,7 +182,7 @@ class Machine:
 
     def die(self) -> None:
         """Nothing follows, not even the end of its step."""
-        self._settle()
+        self.settle()
         self.is_dead, self._is_busy = True, True
 
     def _turn(self) -> None:
@@ -289,7 +289,7 @@ class Machine:
                 self._scheduler.note_step(len(running), 0, end_s - began_s)
         self._on_quiet(self, running, ends_s)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Somebody looks, or changes something: those that have ended are taken, and the one under way ends as any."""
         if not self._ends_s or self.is_dead:
             return

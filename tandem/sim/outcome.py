@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from router.observe.trace import PART_NAMES
+from router.request.targets import Targets
 from tandem.core.states import RequestState
 from tandem.sim.load import Arrival
+
+ENDLESS = Targets(math.inf, math.inf)
 
 
 @dataclass(slots=True)
@@ -15,6 +19,7 @@ class Outcome:
     """What became of a request; seconds of the simulation."""
 
     arrival: Arrival
+    targets: Targets = ENDLESS  # by when its tokens were wanted
     prefill: str = ""  # the worker; empty: decode computed the prompt
     decode: str = ""
     first_token_s: float = 0.0
@@ -61,6 +66,11 @@ class Outcome:
             if end_s is not None:
                 found[PART_NAMES[state]], since_s = end_s - since_s, end_s
         return found
+
+    @property
+    def kept(self) -> bool:
+        """Whether it kept its own targets."""
+        return self.keeps(self.targets.ttft_s, self.targets.tpot_s)
 
     def keeps(self, ttft_s: float, tpot_s: float) -> bool:
         """Whether it kept both targets."""

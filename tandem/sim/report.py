@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
 
 from router.observe.trace import PART_NAMES
+from router.request.targets import Targets
 from tandem.bench.report.summary import CacheUse, Distribution, TurnFigures, distribution
 from tandem.bench.report.tables import turn_table
-from tandem.core.errors import ConfigError, OverloadedError
+from tandem.core.errors import ConfigError, DeadlineError, OverloadedError, UnmeetableDeadlineError
 from tandem.core.identity import WORKER_ROLES, Role
 from tandem.sim.outcome import Outcome
 from tandem.sim.world import World
@@ -24,9 +25,10 @@ _MOST_TURNS = 12  # that are printed
 def content(world: World, outcomes: Sequence[Outcome], took_s: float) -> dict[str, Any]:
     """`took_s`: of this machine. Latencies are of requests that have not failed."""
     asked, outcomes = outcomes, [outcome for outcome in outcomes if not outcome.error]
-    num_refused = sum(one.error == OverloadedError.code for one in asked)
+    num_of = Counter(one.error for one in asked)
+    num_refused, num_unmeetable = num_of[OverloadedError.code], num_of[UnmeetableDeadlineError.code]
     if not outcomes:
-        raise ConfigError("all requests failed; let fewer workers die, or later", key="faults")
+        raise ConfigError("all requests failed; let fewer workers die, or later, or give more time", key="faults")
     end_s = max(outcome.last_token_s for outcome in outcomes)
     latencies = {
         "ttft_s": [one.ttft_s for one in outcomes],
@@ -41,8 +43,10 @@ def content(world: World, outcomes: Sequence[Outcome], took_s: float) -> dict[st
         "took_s": took_s,
         "num_events": world.kernel.num_run,
         "num_requests": len(asked),
-        "num_failed": len(asked) - len(outcomes) - num_refused,
+        "num_failed": len(asked) - len(outcomes) - num_refused - num_unmeetable - num_of[DeadlineError.code],
         "num_refused": num_refused,
+        "num_unmeetable": num_unmeetable,
+        "num_timed_out": num_of[DeadlineError.code],
         "num_unsent": world.num_unsent,
         "num_recovered": sum(one.num_recoveries > 0 for one in outcomes),
         "num_recoveries": sum(one.num_recoveries for one in asked),
@@ -57,6 +61,7 @@ def content(world: World, outcomes: Sequence[Outcome], took_s: float) -> dict[st
             "kept_share": world.figures.num_kept / len(asked),
         },
         "turns": [dataclasses.asdict(turn) for turn in _turns(world, outcomes)],
+        "classes": [_class(world, name, asked) for name in world.shape.kinds],
         "tenants": [_tenant(world, name, asked) for name in world.shape.tenants],
         "worker_hours": {role.value: worker_hours(world, role, end_s) for role in WORKER_ROLES},
         "pools": {role.value: _pool(world, role, end_s) for role in WORKER_ROLES},
@@ -92,6 +97,7 @@ def content(world: World, outcomes: Sequence[Outcome], took_s: float) -> dict[st
             {
                 "number": one.arrival.number,
                 "tenant": one.arrival.tenant,
+                "class": one.arrival.kind,
                 "conversation": one.arrival.conversation,
                 "turn": one.arrival.turn,
                 "arrived_s": one.arrival.arrived_s,
@@ -113,17 +119,43 @@ def content(world: World, outcomes: Sequence[Outcome], took_s: float) -> dict[st
 
 def _tenant(world: World, name: str, asked: Sequence[Outcome]) -> dict[str, Any]:
     """What one tenant got of what it asked for. `num_tokens`: of prompts and outputs."""
-    own, shape, who = [one for one in asked if one.arrival.tenant == name], world.shape, world.shape.tenants[name]
-    served = [one for one in own if not one.error]
-    ttft = distribution([one.ttft_s for one in served])
+    own, who = [one for one in asked if one.arrival.tenant == name], world.shape.tenants[name]
     return {
         "name": name,
         "weight": who.tenant.weight,
         "priority": who.priority,
+        **_got(own),
+        "num_tokens": sum(one.arrival.num_input + one.num_tokens for one in own if not one.error),
+    }
+
+
+def _class(world: World, name: str, asked: Sequence[Outcome]) -> dict[str, Any]:
+    """What became of the requests of one class."""
+    own, kind = [one for one in asked if one.arrival.kind == name], world.shape.kinds[name]
+    num_of = Counter(one.error for one in own)
+    tpot = distribution([one.tpot_s for one in own if not one.error and one.tpot_s is not None])
+    cluster = Targets(world.shape.ttft_s, world.shape.tpot_s)
+    wanted = cluster.but(kind.ttft_ms, kind.tpot_ms)
+    return {
+        "name": name,
+        "priority": kind.priority,
+        "timeout_s": kind.timeout_s,
+        "slo": {"ttft_s": wanted.ttft_s, "tpot_s": wanted.tpot_s},
+        **_got(own),
+        "num_unmeetable": num_of[UnmeetableDeadlineError.code],
+        "num_timed_out": num_of[DeadlineError.code],
+        "tpot_s": dataclasses.asdict(tpot) if tpot else None,
+    }
+
+
+def _got(own: Sequence[Outcome]) -> dict[str, Any]:
+    """`kept_share`: of all of these requests, those that kept both of their targets."""
+    served = [one for one in own if not one.error]
+    ttft = distribution([one.ttft_s for one in served])
+    return {
         "num_requests": len(own),
         "num_refused": sum(one.error == OverloadedError.code for one in own),
-        "num_tokens": sum(one.arrival.num_input + one.num_tokens for one in served),
-        "kept_share": sum(one.keeps(shape.ttft_s, shape.tpot_s) for one in served) / max(1, len(own)),
+        "kept_share": sum(one.kept for one in served) / max(1, len(own)),
         "ttft_s": dataclasses.asdict(ttft) if ttft else None,
     }
 
@@ -236,6 +268,9 @@ def tables(found: dict[str, Any]) -> list[Table]:
         counts.add_row("recovered", recovered)
     if found["num_unsent"]:
         counts.add_row("not sent", f"{found['num_unsent']:,} turns, as one before them failed")
+    if found["num_unmeetable"] or found["num_timed_out"]:
+        refused, passed = found["num_unmeetable"], found["num_timed_out"]
+        counts.add_row("deadlines", f"{refused:,} requests refused as they could not be met; {passed:,} passed")
     if found["num_refused"]:
         counts.add_row("refused", f"{found['num_refused']:,} requests, as in an overload")
     counts.add_row("tokens", f"{found['num_input_tokens']:,} in, {found['num_output_tokens']:,} out")
@@ -248,6 +283,7 @@ def tables(found: dict[str, Any]) -> list[Table]:
     counts.add_row("output throughput", f"{found['output_tokens_per_s']:,.1f} tokens/s")
     slo = found["slo"]
     targets = f"TTFT {slo['ttft_s']:g} s and TPOT {slo['tpot_s'] * 1e3:g} ms"
+    targets = "the targets of their classes" if found["classes"] else targets
     counts.add_row("SLO attainment", f"{slo['kept_share']:.1%} of the requests kept {targets}")
     if found["role_changes"]:
         counts.add_row("role changes", str(len(found["role_changes"])))
@@ -264,17 +300,40 @@ def tables(found: dict[str, Any]) -> list[Table]:
         sizes = f"{min(wanted)} to {max(wanted)}" if pool["changes"] else str(wanted[0])
         changes = str(len(pool["changes"]))
         pools.add_row(role.value, sizes, f"{hours:,.1f}", f"{busy:.0%}", changes, f"{steps:,}", f"{preemptions:,}")
-    tenants = Table("tenant", "weight", "requests", "refused", "tokens", "kept", "TTFT p50, ms", "p99", box=None)
-    for each in found["tenants"]:
-        ttft = each["ttft_s"]
-        in_ms = (f"{ttft[name] * 1e3:,.1f}" if ttft else "" for name in ("p50", "p99"))
-        counted = (f"{each[name]:,}" for name in ("num_requests", "num_refused", "num_tokens"))
-        tenants.add_row(each["name"], f"{each['weight']:g}", *counted, f"{each['kept_share']:.1%}", *in_ms)
-    for table in (latencies, pools, tenants):
+    tenants = _tenant_table(found["tenants"])
+    classes = _class_table(found["classes"])
+    for table in (latencies, pools, tenants, classes):
         for column in table.columns[1:]:
             column.justify = "right"
     turns = [turn_table([_turn_from(each) for each in found["turns"][:_MOST_TURNS]])] if found["turns"] else []
-    return [latencies, counts, pools, *turns, *([tenants] if found["tenants"] else [])]
+    of_shares = [table for table in (classes, tenants) if table.rows]
+    return [latencies, counts, pools, *turns, *of_shares]
+
+
+def _tenant_table(tenants: Sequence[dict[str, Any]]) -> Table:
+    table = Table("tenant", "weight", "requests", "refused", "tokens", "kept", "TTFT p50, ms", "p99", box=None)
+    for each in tenants:
+        counted = (f"{each[name]:,}" for name in ("num_requests", "num_refused", "num_tokens"))
+        table.add_row(
+            each["name"], f"{each['weight']:g}", *counted, f"{each['kept_share']:.1%}", *_in_ms(each["ttft_s"])
+        )
+    return table
+
+
+def _class_table(classes: Sequence[dict[str, Any]]) -> Table:
+    """Refused are those of an overload, and those whose deadlines could not be met."""
+    table = Table("class", "requests", "refused", "timed out", "kept", "TTFT p50", "p99", "TPOT p50", "p99", box=None)
+    for each in classes:
+        refused = each["num_refused"] + each["num_unmeetable"]
+        counted = (f"{number:,}" for number in (each["num_requests"], refused, each["num_timed_out"]))
+        latencies = (*_in_ms(each["ttft_s"]), *_in_ms(each["tpot_s"]))
+        table.add_row(each["name"], *counted, f"{each['kept_share']:.1%}", *latencies)
+    return table
+
+
+def _in_ms(found: dict[str, float] | None) -> Iterator[str]:
+    """Median and 99th percentile."""
+    return (f"{found[name] * 1e3:,.1f}" if found else "" for name in ("p50", "p99"))
 
 
 def _turn_from(found: dict[str, Any]) -> TurnFigures:

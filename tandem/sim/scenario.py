@@ -14,15 +14,15 @@ from router.request.targets import ON_CPU, ON_GPU
 from router.request.tenant import Tenant
 from tandem.bench.load.traces import load_trace
 from tandem.cluster.supervisor.autoscale import Range, Settings
-from tandem.core.config import MOST_SEQS, Config
+from tandem.core.config import MOST_SEQS, Config, SloConfig
 from tandem.core.config_tree import build, key, read_yaml
 from tandem.core.errors import ConfigError
 from tandem.core.identity import Role
 from tandem.core.time_model import PoolSpec, TimeModel, beside
 from tandem.sim.conversations import ConversationPlan, closed, drawn_conversations
 from tandem.sim.faults import Death, FaultShape, SlowLink, parse_fault
-from tandem.sim.load import Arrival, Lengths, drawn, of_tenants, recorded
-from tandem.sim.shape import PoolShape, TenantShape, WorldShape
+from tandem.sim.load import Arrival, Lengths, drawn, of_kinds, of_tenants, recorded
+from tandem.sim.shape import KindShape, PoolShape, TenantShape, WorldShape
 from tandem.sim.tiers import TierShape
 from tandem.worker.limits import Site, scheduler_limits
 
@@ -123,6 +123,17 @@ class TenantSpec:
 
 
 @dataclass(frozen=True)
+class ClassSpec:
+    """What some of the requests ask for: as fields of their bodies."""
+
+    name: str = key("", "What the class is called.")
+    share: float = key(1.0, "Of the requests, beside the shares of the other classes.", minimum=0)
+    priority: int = key(0, "Lower goes first; below 0 only prefill computes prompts.", minimum=-1000, maximum=1000)
+    timeout: float = key(0.0, "Seconds, then it fails; refused where that cannot be met. 0: none.", minimum=0)
+    slo: SloConfig = field(default_factory=SloConfig)
+
+
+@dataclass(frozen=True)
 class Scenario(TimeModel):
     """All that a simulation needs."""
 
@@ -137,17 +148,15 @@ class Scenario(TimeModel):
         "prefill-0@30=0.1 keeps a tenth of its bandwidth.",
     )
     tenants: tuple[TenantSpec, ...] = key((), "Whose requests they are, by chance; empty: all are of one tenant.")
+    classes: tuple[ClassSpec, ...] = key((), "What requests ask for, by chance; empty: all ask for the same.")
     refuses: bool = key(False, "The router refuses requests of an overload, as it does; false: whoever comes waits.")
     tandem: Config = field(default_factory=Config)
     seed: int = key(0, "Of what is drawn.", minimum=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        names = [tenant.name for tenant in self.tenants]
-        if "" in names or len(set(names)) < len(names):
-            raise ConfigError(f"tenants have the names {', '.join(map(repr, names))}; give each its own", key="tenants")
-        if self.tenants and not any(tenant.share for tenant in self.tenants):
-            raise ConfigError("no tenant has a share of the requests; give one some", key="tenants")
+        _check_names("tenants", self.tenants)
+        _check_names("classes", self.classes)
 
     def shape(self, load: Sequence[Arrival] = ()) -> WorldShape:
         """The cluster. Of `tandem`, which has the keys of a `tandem.yaml`, counts what docs/simulator.md names. `load`:
@@ -176,6 +185,7 @@ class Scenario(TimeModel):
             tiers=self._tiers,
             names_sessions=self.load.names_sessions,
             tenants={tenant.name: _tenant(tenant) for tenant in self.tenants},
+            kinds={one.name: _kind(one) for one in self.classes},
             ageing_s=config.scheduling.priority_ageing_s,
             max_waiting=config.scheduling.max_queued_requests if self.refuses else None,
         )
@@ -248,8 +258,20 @@ class Scenario(TimeModel):
         return found
 
 
+def _check_names(what: str, each: Sequence[TenantSpec | ClassSpec]) -> None:
+    names = [one.name for one in each]
+    if "" in names or len(set(names)) < len(names):
+        raise ConfigError(f"{what} have the names {', '.join(map(repr, names))}; give each its own", key=what)
+    if each and not any(one.share for one in each):
+        raise ConfigError(f"none of the {what} has a share of the requests; give one some", key=what)
+
+
 def _tenant(spec: TenantSpec) -> TenantShape:
     return TenantShape(Tenant(spec.name, spec.name, spec.name, is_named=True, weight=spec.weight), spec.priority)
+
+
+def _kind(spec: ClassSpec) -> KindShape:
+    return KindShape(spec.priority, spec.timeout or None, spec.slo.ttft_ms, spec.slo.tpot_ms)
 
 
 def read_scenario(path: Path) -> Scenario:
@@ -272,7 +294,9 @@ def arrivals(scenario: Scenario, directory: Path) -> list[Arrival]:
     else:
         came = _drawn(scenario)
     shares = {tenant.name: tenant.share for tenant in scenario.tenants}
-    return of_tenants(came, shares, scenario.seed) if shares else came
+    came = of_tenants(came, shares, scenario.seed) if shares else came
+    of_classes = {one.name: one.share for one in scenario.classes}
+    return of_kinds(came, of_classes, scenario.seed) if of_classes else came
 
 
 def _drawn(scenario: Scenario) -> list[Arrival]:

@@ -40,6 +40,22 @@ class TenantShape:
 
 
 @dataclass(frozen=True, slots=True)
+class KindShape:
+    """What requests of one class ask for.
+
+    Attributes:
+        priority: lower goes first.
+        timeout_s: from its arrival; `None`: its client waits for ever.
+        ttft_ms, tpot_ms: by when it wants tokens; 0: the cluster's.
+    """
+
+    priority: int = 0
+    timeout_s: float | None = None
+    ttft_ms: float = 0.0
+    tpot_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class WorldShape:
     """Attributes:
     bytes_per_s, latency_s: of the way out of a prefill worker.
@@ -57,6 +73,7 @@ class WorldShape:
     tiers: that each worker has below its pool, where `prefix_cache`; `None`: none.
     names_sessions: requests say of which conversation they are a turn, so that the router knows its sessions.
     tenants: by the names that requests have.
+    kinds: classes by the names that requests have; their priority counts, and not that of their tenant.
     ageing_s: what a level of priority is worth.
     max_waiting: requests that may wait, beyond which the router refuses some; `None`: whoever comes waits.
     """
@@ -82,6 +99,7 @@ class WorldShape:
     tiers: TierShape | None = None
     names_sessions: bool = False
     tenants: Mapping[str, TenantShape] = field(default_factory=dict)
+    kinds: Mapping[str, KindShape] = field(default_factory=dict)
     ageing_s: float = 1.0
     max_waiting: int | None = None
 

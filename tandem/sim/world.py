@@ -17,7 +17,7 @@ from kvtransfer.protocol.messages import AttemptKey
 from prefill_worker.retained_prompts import RetainedPrompts
 from router.policy.admission import Admission
 from router.policy.choose import choose, choose_prefill
-from router.policy.first_token import slack_of
+from router.policy.first_token import check_in_time, slack_of
 from router.policy.losses import Fate
 from router.policy.recovery import PLANNED, AttemptEnd, Fault, Recovery
 from router.policy.retry_budget import RetryBudget
@@ -27,7 +27,15 @@ from router.request.request import Request
 from router.request.targets import Targets
 from tandem.cluster.supervisor.autoscale import Decision
 from tandem.cluster.supervisor.role_law import RoleChange
-from tandem.core.errors import ConfigError, InternalError, NoWorkerError, OverloadedError, TandemError, WorkerLostError
+from tandem.core.errors import (
+    ConfigError,
+    DeadlineError,
+    InternalError,
+    NoWorkerError,
+    OverloadedError,
+    TandemError,
+    WorkerLostError,
+)
 from tandem.core.identity import Role, WorkerKey
 from tandem.core.page_keys import PageKeys
 from tandem.core.pages import num_hidden_pages, page_table, pages_for
@@ -44,7 +52,7 @@ from tandem.sim.load import Arrival
 from tandem.sim.machine import SALT, TOKEN, Machine, SchedulerMaker, token_of
 from tandem.sim.outcome import Outcome
 from tandem.sim.scaling import Scaler, ShippedLaw
-from tandem.sim.shape import TenantShape, WorldShape
+from tandem.sim.shape import KindShape, TenantShape, WorldShape
 from tandem.sim.timeline import Timeline
 from tandem.worker.batch import Batch
 from tandem.worker.scheduler import BatchScheduler
@@ -110,7 +118,7 @@ class World:
         self._cores = SharedCores(self.kernel, shape.speeds) if shape.speeds else None
         self._known = Known(shape, self.kernel)
         self.fleet = Fleet(self.kernel, self._make, self._ready, self._known.leave, shape.flexible, shape.change_s)
-        self.figures = Figures(shape.ttft_s, shape.tpot_s)
+        self.figures = Figures()
         if shape.max_waiting is not None:
             self._admission = Admission(shape.max_waiting, self.kernel.clock, lambda: self._known.num_places)
         faults = shape.faults
@@ -191,7 +199,9 @@ class World:
 
     def ask(self, arrival: Arrival) -> Outcome:
         """One more request, which comes when it says; as by a client who has heard that another one has ended."""
-        outcome = Outcome(arrival)
+        kind = self._kind(arrival)
+        cluster = Targets(self.shape.ttft_s, self.shape.tpot_s)
+        outcome = Outcome(arrival, cluster.asked(kind.ttft_ms, kind.tpot_ms))
         self.figures.num_open += 1
         self.kernel.at(arrival.arrived_s, partial(self._arrive, outcome))
         return outcome
@@ -200,26 +210,54 @@ class World:
 
     def _arrive(self, outcome: Outcome) -> None:
         """It waits in the router until its turn has come."""
-        arrival, who = outcome.arrival, self._who(outcome)
-        if self._admission is not None:
-            try:
+        arrival, who, page_keys = outcome.arrival, self._who(outcome), self._known.page_keys(outcome.arrival)
+        asked = self._request(outcome)
+        try:
+            if asked.timeout_s is not None:
+                self._check_in_time(asked, asked.timeout_s, self._known.held(page_keys, arrival).most_tokens)
+            if self._admission is not None:
                 self._admission.enter(owner=who.tenant.owner, weight=who.tenant.weight)
-            except OverloadedError as error:
-                self._failed(outcome, error)
-                return
+        except OverloadedError as error:
+            self._failed(outcome, error)
+            return
         self.figures.came(arrival, self._known.turns.computed_share)
-        request = Request(
-            str(arrival.number), (TOKEN,) * arrival.num_input, SamplingParams(), arrival.arrived_s,
-            targets=Targets(self.shape.ttft_s, self.shape.tpot_s), tenant=who.tenant, priority=who.priority,
-            session=self._session(arrival),
-        )  # fmt: skip
         inbox = _Inbox(self.kernel, self._place)
-        inbox.request = InFlight(outcome, self._known.turns.join(request, inbox))
-        inbox.request.is_waiting = self._admission is not None
-        inbox.request.page_keys = self._known.page_keys(arrival)
+        request = inbox.request = InFlight(outcome, asked, self._known.turns.join(asked, inbox))
+        request.is_waiting = self._admission is not None
+        request.page_keys = page_keys
+        if asked.timeout_s is not None:
+            self.kernel.at(arrival.arrived_s + asked.timeout_s, partial(self._timed_out, request, asked.timeout_s))
         self._budget.earn()
         if self.shape.faults.deaths:
-            inbox.request.journal = Journal(1)
+            request.journal = Journal(1)
+
+    def _request(self, outcome: Outcome) -> Request:
+        arrival, who, kind = outcome.arrival, self._who(outcome), self._kind(outcome.arrival)
+        return Request(
+            str(arrival.number), (TOKEN,) * arrival.num_input, SamplingParams(), arrival.arrived_s,
+            priority=kind.priority if arrival.kind else who.priority, timeout_s=kind.timeout_s, tenant=who.tenant,
+            session=self._session(arrival), targets=outcome.targets,
+        )  # fmt: skip
+
+    def _check_in_time(self, asked: Request, timeout_s: float, num_held_tokens: int) -> None:
+        place_in_s = self._admission.place_in_s() if self._admission is not None else 0.0
+        in_s = self._known.turns.first_token_in_s(asked, num_held_tokens, place_in_s)
+        check_in_time(in_s, timeout_s, 0.0, asked.request_id)
+
+    def _timed_out(self, request: InFlight, timeout_s: float) -> None:
+        """Its client waits no longer: wherever it is, it ends."""
+        if request.is_over:
+            return
+        if request in self._placeless:
+            self._placeless.remove(request)
+        if (job := self._jobs.get(request.asked.request_id)) is not None:
+            self.machines[job.decode].settle()  # what it has generated by now, its client has
+            self._close(job)
+            self._cancel(job)
+        self._fail(request, DeadlineError(f"the deadline of {timeout_s:g} s passed"))
+
+    def _kind(self, arrival: Arrival) -> KindShape:
+        return self.shape.kinds[arrival.kind] if arrival.kind else KindShape()
 
     def _session(self, arrival: Arrival) -> str:
         return str(arrival.conversation) if self.shape.names_sessions and arrival.conversation is not None else ""
@@ -235,6 +273,8 @@ class World:
             self._admission.leave(self._who(request.outcome).tenant.owner)
 
     def _place(self, request: InFlight) -> None:
+        if request.is_over:
+            return
         outcome, snapshot, facts = request.outcome, self._known.snapshot(), self._known.facts(request)
         try:
             route = choose(snapshot, facts, request.plan.wishes)
@@ -245,8 +285,8 @@ class World:
         arrival, request.give_up_s = outcome.arrival, None
         if request.attempt == 1:
             num_left = arrival.num_input - facts.prefix.most_tokens
-            request.slack_s = slack_of(num_left, snapshot.prefill_tokens_per_s)
-        turn = turn_of(self._who(outcome).priority, arrival.arrived_s, self.shape.ageing_s)
+            request.slack_s = slack_of(num_left, snapshot.prefill_tokens_per_s, request.asked.timeout_s)
+        turn = turn_of(request.asked.priority, arrival.arrived_s, self.shape.ageing_s)
         job = Job(
             key=AttemptKey(str(arrival.number), request.attempt),
             turn=turn + request.slack_s,
@@ -336,7 +376,8 @@ class World:
         return Choice(
             request_id=job.key.request_id, attempt=job.key.attempt, choice=0, turn=job.own_turn, arrival=job.arrival,
             token_ids=token_ids([TOKEN]) * job.num_tokens, num_prompt=job.num_tokens,
-            params=SamplingParams(max_tokens=job.outcome.arrival.num_output), tpot_s=self.shape.tpot_s, owner=job,
+            params=SamplingParams(max_tokens=job.outcome.arrival.num_output),
+            tpot_s=job.outcome.targets.tpot_beside_prompts_s, owner=job,
             keys=PageKeys(job.request.page_keys),
         )  # fmt: skip
 
@@ -439,6 +480,8 @@ class World:
         for job in list(iter(decode.ledger.take, None)):
             if job.state is AttemptState.ENTERING:
                 self._compute_here(job)
+                continue
+            if job.is_over:  # its pages are given up when decode hears of that
                 continue
             self._known.taken_up(decode, job, steps=False)
             job.request.turn.granted()
@@ -543,7 +586,7 @@ class World:
 
     def _give(self, job: Job, index: int) -> None:
         """The `index`th token of its output, to its client, who may have it."""
-        if job.request.takes(job.key.attempt, index, 1, job.arrival):
+        if not job.is_over and job.request.takes(job.key.attempt, index, 1, job.arrival):
             job.outcome.token(self.kernel.now_s)
             self.figures.gave(job.outcome)
             if self._admission is not None and job.outcome.num_tokens == 1:
@@ -553,7 +596,8 @@ class World:
         longest_s = max((b - a for a, b in pairwise(ends_s)), default=0.0)
         for choice in running:
             job: Job = choice.owner
-            if job.request.takes(job.key.attempt, choice.num_output - len(ends_s), len(ends_s), job.arrival):
+            first, num = choice.num_output - len(ends_s), len(ends_s)
+            if not job.is_over and job.request.takes(job.key.attempt, first, num, job.arrival):
                 job.outcome.several(ends_s, longest_s)
                 self.figures.gave_more(len(ends_s))
         if ends_s[-1] == self.kernel.now_s:
@@ -610,6 +654,7 @@ class World:
 
     def _forget(self, request: InFlight) -> None:
         """It has ended: behind all else prefill workers hear that they need not keep anything for it."""
+        request.is_over = True
         request.turn.end()
         self._leaves_queue(request)
         if self._admission is not None:

@@ -20,6 +20,7 @@ from router.batches.queue import BatchQueue
 from router.control import RouterControl, serve_control
 from router.http.app import create_app
 from router.http.auth import ApiKeys, check_exposure
+from router.http.grammars import GrammarCheck
 from router.http.live import Live
 from router.http.metrics_page import MetricsPage
 from router.http.server import HttpServer, listen
@@ -162,8 +163,9 @@ class RouterServer:
         if config.batches.directory:
             share = config.batches.share
             batches = BatchQueue(config, card, BackgroundAdmission(context.admission, context.clock, share))
-        http = HttpServer(create_app(context, card, keys, page, live, batches), config.limits)
-        with self._siblings() as siblings, self._tracing(context, card):
+        grammars = GrammarCheck(context, card)
+        http = HttpServer(create_app(context, card, keys, page, live, grammars, batches), config.limits)
+        with closing(grammars), self._siblings() as siblings, self._tracing(context, card):
             bind = partial(listen, self._host, self._http_port)
             listener, is_shared = (bind(), False) if siblings is None else siblings.take_listener(bind)
             if not is_shared:  # else others serve until this router knows the workers: it would answer 503 before

@@ -88,6 +88,7 @@ def create_app(
     keys: ApiKeys,
     page: MetricsPage,
     live: Live,
+    grammars: GrammarCheck,
     batches: BatchQueue | None = None,
 ) -> ASGIApp:
     """The ASGI application of one router; `keys` guard every route but those of `OPEN_PATHS`."""
@@ -95,7 +96,6 @@ def create_app(
     _add_get_routes(app, context, card, keys, page)
     _add_live_routes(app, live)
     bodies = Bodies(context.config.limits.max_body_bytes)
-    grammars = GrammarCheck(context, card)
     pooling = {path: read_for(card) for path, read_for in POOLING.items()}
     for path, read_body in {**_GENERATING, **pooling}.items():
         # A raw ASGI route: the exchange reads and writes by itself.

@@ -41,7 +41,7 @@ from router.openai.tokenize import requests_from, unread_variables
 from router.policy.choose import check_placeable
 from router.request.request import Delta, Request
 from router.request.targets import Targets
-from router.request.tenant import Tenant
+from router.request.tenant import ANYBODY, Tenant
 from tandem.core.errors import TandemError, UnsupportedEncodingError
 
 _log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Exchange:
             call, requests, read_s = await self._requests(http, request_id, arrived_s, tenant)
             if call.parsed.grammar is not None:
                 check_placeable(self._context.workers.snapshot())
-                text = await self._grammars.check(call.parsed.grammar)
+                text = await self._grammars.check(call.parsed.grammar, _client(scope, tenant))
                 requests = [replace(each, sampling=replace(each.sampling, grammar=text)) for each in requests]
             # Before the place in the queue: what fails here must not keep one.
             setting = Setting(requests, self._context.tokenizer, self._card, request_id, int(time.time()))
@@ -253,6 +253,12 @@ def check_encoding(http: HttpRequest) -> None:
         raise UnsupportedEncodingError(
             f"the body is encoded as {shown(encoding)}; send it as it is, without Content-Encoding"
         )
+
+
+def _client(scope: Scope, tenant: Tenant) -> str:
+    """Who asks, to take turns with others: a tenant, or where there are no keys an address."""
+    host, _ = scope.get("client") or ("", 0)
+    return host if tenant.owner == ANYBODY.owner else tenant.owner
 
 
 async def _watch_client(receive: Receive, group: PromptGroup) -> None:

@@ -1,27 +1,56 @@
-"""Whether the grammars that requests ask for can be followed: compiled beside the loop, and remembered."""
+"""Whether the grammars that requests ask for can be followed: tried beside the loop, and remembered."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import OrderedDict
+from dataclasses import dataclass
 from hashlib import sha256
 
+from router.http.grammar_queue import GrammarQueue
+from router.http.grammar_trials import GrammarTrials
 from router.lifecycle.context import RouterContext
 from router.openai.grammar import AskedGrammar, of_schema, parts_of
 from router.openai.model_card import ModelCard
-from tandem.core.errors import InvalidRequestError, OverloadedError
-from tandem.core.grammar_compiler import compile_grammar
+from tandem.core.errors import InvalidRequestError, OverloadedError, TandemError
 from tandem.core.tokenizer import Tokenizer
-from tandem.core.vocabulary import Vocabulary
+from tandem.core.vocabulary import Vocabulary, description
 
-# Verdicts that are remembered; one takes a few hundred bytes.
+# Verdicts that are remembered, and the characters of grammars beside them that were read from GBNF.
 _MAX_VERDICTS = 4096
-# Grammars that are compiled or wait for it.
-_MAX_WAITING = 32
+_MAX_CHARS = 4 << 20
+# Of those, so many on grammars that take so long to be compiled. A worker compiles each again that it does not keep: it
+# shall have none that has not waited here for its client's turn.
+_COSTLY_S = 0.05
+_MAX_COSTLY = 32
+# Grammars that are tried at once, and that are tried or wait for it: of one client, of all.
+_NUM_AT_ONCE = 2
+_MAX_OF_ONE = 16
+_MAX_WAITING = 64
 _RETRY_AFTER_S = 1.0
-# Parts of a schema that are tried to find the one that is meant.
+# Parts of a schema that are tried to find the one that is meant, and what they may take of a processor.
 _MAX_TRIES = 64
+_MAX_SEARCH_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What came of a grammar.
+
+    Attributes:
+        text: of one that was read from GBNF, as it travels; else empty.
+        refusal: why it is refused; empty: it is not.
+        cpu_s: what its trial took of a processor.
+    """
+
+    text: str
+    refusal: str
+    cpu_s: float
+
+    @property
+    def is_costly(self) -> bool:
+        return not self.refusal and self.cpu_s >= _COSTLY_S
 
 
 class GrammarCheck:
@@ -31,98 +60,150 @@ class GrammarCheck:
         """Makes the vocabulary, which holds up everything in the process: before the router serves."""
         self._limits = context.config.limits
         self._metrics = context.metrics
-        self._vocabulary = _vocabulary(context.tokenizer, card)
-        # By the digest of a grammar and the field that asked for it: why it is refused; empty: it is not.
-        self._verdicts: OrderedDict[bytes, str] = OrderedDict()
-        # By the same digest: verdicts that are being found, each for all who ask.
-        self._tasks: dict[bytes, asyncio.Task[str]] = {}
-        self._one_at_a_time = asyncio.Semaphore(1)
+        tokenizer = context.tokenizer
+        self._no_grammar = _why_none(tokenizer, card)
+        self._trials = GrammarTrials(
+            lambda: description(tokenizer, card.eos_token_ids, card.vocab_size), self._limits.max_grammar_compile_s
+        )
+        self._remembered = Remembered()
+        self._queue = GrammarQueue(_NUM_AT_ONCE, _MAX_OF_ONE, _MAX_WAITING)
+        # Of grammars that are tried or wait for it: what is asked, and what comes of it, for all who ask.
+        self._asked: dict[bytes, tuple[AskedGrammar, asyncio.Future[Found]]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    async def check(self, asked: AskedGrammar) -> str:
+    def close(self) -> None:
+        """End the process in which grammars are tried. From any thread."""
+        self._trials.close()
+
+    async def check(self, asked: AskedGrammar, client: str) -> str:
         """The grammar as it travels, where it can be followed.
+
+        Args:
+            client: who asks. Clients take turns.
 
         Raises:
             InvalidRequestError: it cannot; names the field, and the part of a schema.
             OverloadedError: too many wait to be compiled.
+            InternalError: it could not be tried.
         """
         digest = sha256(f"{asked.field}\n{asked.text}".encode()).digest()
-        if (refusal := self._verdicts.get(digest)) is None:
+        if (found := self._remembered.get(digest)) is None:
             # Who goes away leaves the verdict to the others.
-            refusal = await asyncio.shield(self._task(digest, asked))
-        else:
-            self._verdicts.move_to_end(digest)
-        if refusal:
+            found = await asyncio.shield(self._future(digest, asked, client))
+        if found.refusal:
             self._metrics.grammars_refused.inc()
-            raise InvalidRequestError(refusal, field=asked.field)
-        if not asked.is_gbnf:
-            return asked.text
-        async with self._one_at_a_time:
-            return (await asyncio.to_thread(asked.as_read, self._limits)).text
+            raise InvalidRequestError(found.refusal, field=asked.field)
+        return found.text or asked.text
 
-    def _task(self, digest: bytes, asked: AskedGrammar) -> asyncio.Task[str]:
-        if (task := self._tasks.get(digest)) is not None:
-            return task
-        if len(self._tasks) >= _MAX_WAITING:
+    def _future(self, digest: bytes, asked: AskedGrammar, client: str) -> asyncio.Future[Found]:
+        if not self._queue.enter(client, digest):
             raise OverloadedError("too many new grammars wait to be compiled", retry_after_s=_RETRY_AFTER_S)
-        task = self._tasks[digest] = asyncio.create_task(self._compile(digest, asked), name="grammar")
-        return task
+        if digest not in self._asked:
+            self._asked[digest] = asked, asyncio.get_running_loop().create_future()
+        _, future = self._asked[digest]
+        self._begin()
+        return future
 
-    async def _compile(self, digest: bytes, asked: AskedGrammar) -> str:
+    def _begin(self) -> None:
+        while (turn := self._queue.begin()) is not None:
+            task = asyncio.create_task(self._try(*turn), name="grammar")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _try(self, client: str, digest: bytes) -> None:
+        asked, future = self._asked[digest]
         try:
-            async with self._one_at_a_time:
-                refusal = self._verdicts[digest] = await asyncio.to_thread(self._verdict, asked)
+            found = await asyncio.to_thread(self._found, asked)
+        except Exception as error:  # noqa: BLE001 - it goes to whoever asked
+            future.set_exception(error)
+            future.exception()  # who asked may be gone
+        else:
+            self._remembered.put(digest, found)
+            future.set_result(found)
         finally:
-            del self._tasks[digest]
-        if len(self._verdicts) > _MAX_VERDICTS:
-            self._verdicts.popitem(last=False)
-        return refusal
+            del self._asked[digest]
+            self._queue.end(client)
+            self._begin()
 
     # -- beside the loop
 
-    def _verdict(self, asked: AskedGrammar) -> str:
+    def _found(self, asked: AskedGrammar) -> Found:
         began_s = time.monotonic()
         try:
-            asked = asked.as_read(self._limits)
-            said = self._refusal(asked)
-            if not said:
-                return ""
-            path, said = self._meant(asked, said)
-            return f"{path}: {said}"
+            read = asked.as_read(self._limits)
+            said, cpu_s = self._said(read)
+            if said:
+                path, said = self._meant(read, said)
+                said = f"{path}: {said}"
+            return Found(read.text if asked.is_gbnf else "", said, cpu_s)
         except InvalidRequestError as error:
-            return error.message
+            return Found("", error.message, 0.0)
         finally:
             self._metrics.grammar_compile_s.observe(time.monotonic() - began_s)
 
-    def _refusal(self, asked: AskedGrammar) -> str:
-        try:
-            if isinstance(self._vocabulary, InvalidRequestError):
-                raise self._vocabulary
-            compile_grammar(asked.text, self._vocabulary.tokens).try_out()
-        except InvalidRequestError as error:
-            return error.message
-        return ""
+    def _said(self, asked: AskedGrammar) -> tuple[str, float]:
+        """Why it is refused, or nothing; and the seconds that this took of a processor."""
+        if self._no_grammar is not None:
+            return self._no_grammar.message, 0.0
+        verdict = self._trials.try_out(asked.text)
+        return verdict.refusal, verdict.cpu_s
 
     def _meant(self, asked: AskedGrammar, said: str) -> tuple[str, str]:
         """The path of the innermost part of a schema of which alone the same is said."""
-        path, schema, num_left = asked.field, asked.schema, _MAX_TRIES
+        path, schema, num_left, left_s = asked.field, asked.schema, _MAX_TRIES, _MAX_SEARCH_S
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema} if schema else {}
         found = True
         while found:
             found = False
             for step, part in parts_of(schema):
-                if num_left == 0:
+                if num_left == 0 or left_s <= 0:
                     return path, said
                 num_left -= 1
                 alone = of_schema({**shared, **part} if isinstance(part, dict) else part, path, self._limits)
-                if self._refusal(alone) == said:
+                said_of_part, cpu_s = self._said(alone)
+                left_s -= cpu_s
+                if said_of_part == said:
                     path, schema, found = f"{path}{step}", part, True
                     break
         return path, said
 
 
-def _vocabulary(tokenizer: Tokenizer, card: ModelCard) -> Vocabulary | InvalidRequestError:
-    """Or why no grammar holds with the model."""
+class Remembered:
+    """What came of grammars, by their digests; what was asked for least recently goes first."""
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[bytes, Found] = OrderedDict()
+        self._costly: OrderedDict[bytes, None] = OrderedDict()
+        self._num_chars = 0
+
+    def get(self, digest: bytes) -> Found | None:
+        if (found := self._found.get(digest)) is not None:
+            self._found.move_to_end(digest)
+            if found.is_costly:
+                self._costly.move_to_end(digest)
+        return found
+
+    def put(self, digest: bytes, found: Found) -> None:
+        self._forget(digest)
+        self._found[digest] = found
+        self._num_chars += len(found.text)
+        if found.is_costly:
+            self._costly[digest] = None
+        if len(self._costly) > _MAX_COSTLY:
+            self._forget(next(iter(self._costly)))
+        while len(self._found) > _MAX_VERDICTS or (self._num_chars > _MAX_CHARS and len(self._found) > 1):
+            self._forget(next(iter(self._found)))
+
+    def _forget(self, digest: bytes) -> None:
+        if (found := self._found.pop(digest, None)) is not None:
+            self._num_chars -= len(found.text)
+            self._costly.pop(digest, None)
+
+
+def _why_none(tokenizer: Tokenizer, card: ModelCard) -> TandemError | None:
+    """Why no grammar holds with the model; `None`: they do."""
     try:
-        return Vocabulary(tokenizer, card.eos_token_ids, card.vocab_size)
+        Vocabulary(tokenizer, card.eos_token_ids, card.vocab_size)
     except InvalidRequestError as error:
         return error
+    return None

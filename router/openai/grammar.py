@@ -23,6 +23,16 @@ from tandem.core.config import LimitsConfig
 WHITESPACE = r" |\n[ \t]{0,40}"
 
 
+# One text or expression within a grammar. The time of each mask grows with it, 4 ms for so many, and of three times as
+# many the lexer could not follow the end.
+_MAX_TEXT_BYTES = 8 << 10
+# What of a schema only describes.
+_DESCRIBES = frozenset(("title", "description", "default", "examples", "$comment"))
+# A text in JSON and in Lark's form. What is between its quotes is passed once, also where the end is missing.
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\Z)')
+_QUOTED_OR_REGEX = re.compile(r'"(?:[^"\\\n]|\\.)*+(?:"|\Z)|/(?:[^/\\\n]|\\.)*+(?:/|\Z)')
+
+
 @dataclass(frozen=True, slots=True)
 class AskedGrammar:
     """What an output is to follow.
@@ -68,6 +78,7 @@ def of_schema(schema: Any, field: str, limits: LimitsConfig, *, whitespace: str 
     except orjson.JSONEncodeError:
         refuse(field, "is nested too deeply")
     _check_size(text, field, limits)
+    _check_texts(schema, text, field)
     spacing = {
         "whitespace_flexible": whitespace is not None,
         "whitespace_pattern": whitespace,
@@ -77,6 +88,32 @@ def of_schema(schema: Any, field: str, limits: LimitsConfig, *, whitespace: str 
     # They go before the schema's own `x-guidance`, which could make whitespace endless or pass keywords over.
     overrides: Any = {**spacing, "coerce_one_of": False, "lenient": False}
     return AskedGrammar(LLMatcher.grammar_from_json_schema(text, overrides=overrides), field, schema, spacing)
+
+
+def _check_texts(schema: Any, as_json: str, field: str) -> None:
+    if not _longest(_QUOTED, as_json) > _MAX_TEXT_BYTES:
+        return
+    ahead: list[tuple[str, Any]] = [(field, schema)]
+    while ahead:
+        path, part = ahead.pop()
+        if isinstance(part, dict):
+            for key, value in part.items():
+                _check_text(key, path)
+                if key not in _DESCRIBES:
+                    ahead.append((f"{path}.{key}", value))
+        elif isinstance(part, list):
+            ahead.extend((f"{path}[{number}]", value) for number, value in enumerate(part))
+        elif isinstance(part, str):
+            _check_text(part, path)
+
+
+def _longest(of: re.Pattern[str], text: str) -> int:
+    return max((len(found.encode()) - 2 for found in of.findall(text)), default=0)
+
+
+def _check_text(text: str, path: str) -> None:
+    if (size := len(text.encode())) > _MAX_TEXT_BYTES:
+        refuse(path, f"has a text of {size} bytes; in a grammar one may have {_MAX_TEXT_BYTES}")
 
 
 def _as_object(schema: dict[str, Any] | bool) -> dict[str, Any]:
@@ -93,12 +130,16 @@ def of_regex(regex: str, field: str, limits: LimitsConfig) -> AskedGrammar:
 
 def of_choices(texts: Sequence[str], field: str, limits: LimitsConfig) -> AskedGrammar:
     """One of these texts."""
+    for number, text in enumerate(texts):
+        _check_text(text, f"{field}[{number}]")
     return of_lark(f"start: {' | '.join(orjson.dumps(text).decode() for text in texts)}", field, limits)
 
 
 def of_lark(lark: str, field: str, limits: LimitsConfig) -> AskedGrammar:
     """What a grammar in Lark's form says, as llguidance reads it."""
     _check_size(lark, field, limits)
+    if (longest := _longest(_QUOTED_OR_REGEX, lark)) > _MAX_TEXT_BYTES:
+        refuse(field, f"has a text or expression of {longest} bytes; in a grammar one may have {_MAX_TEXT_BYTES}")
     return AskedGrammar(LLMatcher.grammar_from_lark(lark), field)
 
 

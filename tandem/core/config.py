@@ -357,6 +357,11 @@ class LimitsConfig:
         128 << 10, "The largest schema or grammar of a request in bytes (`response_format`, `structured_outputs`).",
         minimum=64,
     )
+    max_grammar_compile_s: float = _key(
+        1.0, "Seconds of a processor that compiling a request's schema or grammar may take, at a router and again at "
+        "its workers; one that needs more gets 400. Raise it where schemas of thousands of properties are refused.",
+        minimum=0.05, maximum=60,
+    )
     stream_buffer_tokens: int = _key(
         1024, "Tokens that wait for a client that reads too slowly; beyond that its request is cancelled.", minimum=1
     )

@@ -4,13 +4,46 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tandem.core.errors import InvalidRequestError
 from tandem.core.grammar import import_llguidance
 from tandem.core.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    import llguidance
+
 # No text in UTF-8 has this byte, and llguidance has a use of its own for it.
 _NEVER = b"\xff"
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What llguidance makes its picture of a vocabulary of.
+
+    Attributes:
+        text: the tokenizer's file, as it is to be read.
+        size: of the vocabulary.
+        eos_token_ids: the ends of text.
+    """
+
+    text: str
+    size: int
+    eos_token_ids: list[int]
+
+    def tokens(self) -> llguidance.LLTokenizer:
+        """Raises `ValueError`: llguidance cannot read it."""
+        made: llguidance.LLTokenizer = import_llguidance().LLTokenizer(
+            self.text, n_vocab=self.size, eos_token=self.eos_token_ids
+        )
+        return made
+
+
+def description(tokenizer: Tokenizer, eos_token_ids: Sequence[int], vocab_size: int) -> Description:
+    """Of the vocabulary of a model; arguments as `Vocabulary` has them."""
+    size = max(vocab_size, tokenizer.vocab_size)
+    return Description(_read_by_llguidance(tokenizer, eos_token_ids), size, list(eos_token_ids))
 
 
 class Vocabulary:
@@ -26,15 +59,15 @@ class Vocabulary:
             InvalidRequestError: a text of this tokenizer is not the sum of its tokens' bytes, or nothing ends one; or
                 llguidance is not installed.
         """
-        llguidance = import_llguidance()
+        import_llguidance()
         if not tokenizer.is_byte_exact:
             raise InvalidRequestError("no grammar holds with this model: its tokenizer does not tell its tokens' bytes")
         if not eos_token_ids:
             raise InvalidRequestError("no grammar holds with this model: it names no token that ends a text")
-        self.size = max(vocab_size, tokenizer.vocab_size)
-        text = _read_by_llguidance(tokenizer, eos_token_ids)
+        made_of = description(tokenizer, eos_token_ids, vocab_size)
+        self.size = made_of.size
         try:
-            self.tokens = llguidance.LLTokenizer(text, n_vocab=self.size, eos_token=list(eos_token_ids))
+            self.tokens = made_of.tokens()
         except ValueError as error:
             text = f"no grammar holds with this model: llguidance cannot read its tokenizer: {error}"
             raise InvalidRequestError(text) from error

@@ -27,8 +27,10 @@ from tandem.worker.guide import Guide
 
 _log = logging.getLogger(__name__)
 
-# Compiled grammars that are kept, by number and by the length of their texts; the least recently used go first.
+# Compiled grammars that are kept, by number and by the length of their texts; the least recently used go first. Those
+# that took so long are kept apart: many others would else make a worker compile them again and again.
 _MAX_KEPT = 128
+_COSTLY_S = 0.05
 _MAX_KEPT_CHARS = 4 << 20
 # Masks of one step are made by so many threads.
 _MAX_THREADS = 8
@@ -60,8 +62,7 @@ class Guides:
         self._compiler = compiler or ThreadPoolExecutor(1, "grammars")
         self._masker = masker or ThreadPoolExecutor(1, "masks")
         # Of the compiler's thread.
-        self._kept: OrderedDict[str, CompiledGrammar] = OrderedDict()
-        self._num_kept_chars = 0
+        self._kept = _Kept()
 
     def close(self) -> None:
         """End the threads. What is under way ends first, what waits is dropped."""
@@ -102,19 +103,13 @@ class Guides:
         return [_replayed(compiled, output) for output in outputs]
 
     def _compiled(self, grammar: str) -> CompiledGrammar:
-        if (known := self._kept.pop(grammar, None)) is not None:
-            if not known.is_worn:
-                self._kept[grammar] = known
-                return known
-            self._num_kept_chars -= len(grammar)
+        if (known := self._kept.get(grammar)) is not None and not known.is_worn:
+            return known
         if isinstance(self._vocabulary, TandemError):
             raise self._vocabulary
+        began_s = time.perf_counter()
         compiled = compile_grammar(grammar, self._vocabulary.tokens)
-        self._kept[grammar] = compiled
-        self._num_kept_chars += len(grammar)
-        while len(self._kept) > _MAX_KEPT or (self._num_kept_chars > _MAX_KEPT_CHARS and len(self._kept) > 1):
-            oldest, _ = self._kept.popitem(last=False)
-            self._num_kept_chars -= len(oldest)
+        self._kept.put(grammar, compiled, is_costly=time.perf_counter() - began_s >= _COSTLY_S)
         return compiled
 
     # -- masks
@@ -146,6 +141,44 @@ class Guides:
 
         executor = import_llguidance().LLExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0))))
         return partial(fill_next_token_bitmask_par, executor)
+
+
+class _Kept:
+    """Compiled grammars by their texts."""
+
+    def __init__(self) -> None:
+        self._costly, self._others = _Recent(), _Recent()
+
+    def get(self, text: str) -> CompiledGrammar | None:
+        return self._costly.get(text) or self._others.get(text)
+
+    def put(self, text: str, compiled: CompiledGrammar, *, is_costly: bool) -> None:
+        for some in (self._costly, self._others):
+            some.drop(text)
+        (self._costly if is_costly else self._others).put(text, compiled)
+
+
+class _Recent:
+    """Those that were asked for last."""
+
+    def __init__(self) -> None:
+        self._by_text: OrderedDict[str, CompiledGrammar] = OrderedDict()
+        self._num_chars = 0
+
+    def get(self, text: str) -> CompiledGrammar | None:
+        if (found := self._by_text.get(text)) is not None:
+            self._by_text.move_to_end(text)
+        return found
+
+    def put(self, text: str, compiled: CompiledGrammar) -> None:
+        self._by_text[text] = compiled
+        self._num_chars += len(text)
+        while len(self._by_text) > _MAX_KEPT or (self._num_chars > _MAX_KEPT_CHARS and len(self._by_text) > 1):
+            self.drop(next(iter(self._by_text)))
+
+    def drop(self, text: str) -> None:
+        if self._by_text.pop(text, None) is not None:
+            self._num_chars -= len(text)
 
 
 def _mask_at(masks: Future[Masks], index: int) -> TokenMask | TandemError:

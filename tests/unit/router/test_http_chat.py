@@ -172,6 +172,7 @@ def test_reasoning_is_apart_in_other_apis_too(thinking: Site) -> None:
     assert (message["content"][0]["thinking"], message["content"][1]["text"]) == ("hm", "Hello")
 
 
+@pytest.mark.processes
 def test_an_output_with_a_form_is_all_content(thinking: Site) -> None:
     """The grammar holds from the first token on, though the prompt ends within reasoning."""
     says(thinking, "{}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,11 +13,13 @@ import httpx
 import pytest
 
 from router.http import grammars
+from router.http.grammar_trials import GrammarTrials, Verdict
 from router.openai.grammar import AskedGrammar
 from tandem.core.errors import InvalidRequestError
-from tandem.core.grammar import CompiledGrammar
 from tests.support.router_site import Site, opened_site, write_checkpoint
 from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")
@@ -115,55 +118,76 @@ def test_a_grammar_is_compiled_once(site: Site) -> None:
     assert site.metrics()[name] == before + 1
 
 
-def test_who_asks_for_too_many_new_grammars_at_once_is_told_to_wait_and_others_are_served(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A compilation holds neither the loop nor other requests."""
-    opened = threading.Event()
+class Held:
+    """Trials that wait until they may go on."""
 
-    def held(text: str, tokens: Any) -> CompiledGrammar:
-        assert opened.wait(20)
-        return CompiledGrammar(text, tokens)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.may_go, self.begun = threading.Event(), list[str]()
+        try_out = GrammarTrials.try_out
 
-    monkeypatch.setattr(grammars, "compile_grammar", held)
-    monkeypatch.setattr(grammars, "_MAX_WAITING", 2)
-    with ThreadPoolExecutor(4) as pool:
-        try:
-            asked = [pool.submit(post, site, structured_outputs={"regex": f"a{{{n}}}"}) for n in range(3)]
-            wait_until(lambda: any(one.done() for one in asked), "the third", 10)
-            assert post(site).status_code == 200, "who asks for none is served meanwhile"
-        finally:
-            opened.set()
+        def held(trials: GrammarTrials, text: str) -> Verdict:
+            self.begun.append(text)
+            assert self.may_go.wait(20)
+            return try_out(trials, text)
+
+        monkeypatch.setattr(GrammarTrials, "try_out", held)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    found = Held(monkeypatch)
+    yield found
+    found.may_go.set()
+
+
+def test_who_asks_for_too_many_new_grammars_is_told_to_wait_and_others_are_served(site: Site, held: Held) -> None:
+    """A trial holds neither the loop nor other requests, and a client's trials not those of another."""
+    most = grammars._MAX_OF_ONE
+    transport = httpx.HTTPTransport(local_address="127.0.0.2")
+    with ThreadPoolExecutor(most + 2) as pool, httpx.Client(transport=transport) as other:
+        asked = [pool.submit(post, site, structured_outputs={"regex": f"a{{{n}}}"}) for n in range(most + 1)]
+        wait_until(lambda: any(one.done() for one in asked), "one too many", 10)
+        assert post(site).status_code == 200, "who asks for none is served meanwhile"
+        assert len(held.begun) == 1, "one of a client at a time"
+        body = {"model": "toy", "prompt": "x", "max_tokens": 3, "structured_outputs": {"regex": "of another client"}}
+        asked.append(pool.submit(other.post, f"{site.url}/v1/completions", json=body, timeout=30))
+        wait_until(lambda: len(held.begun) == 2, "another client's turn", 10)
+        assert "of another client" in held.begun[1]
+        held.may_go.set()
         statuses = sorted(one.result().status_code for one in asked)
-    assert statuses == [200, 200, 429]
+    assert statuses == [200] * (most + 1) + [429]
 
 
-def test_many_requests_at_once_with_the_same_new_grammar_wait_for_one_compilation(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+def test_many_requests_at_once_with_the_same_new_grammar_wait_for_one_trial(
+    site: Site, monkeypatch: pytest.MonkeyPatch, held: Held
 ) -> None:
-    opened, come, compiled = threading.Event(), list[AskedGrammar](), list[str]()
-    check = grammars.GrammarCheck.check
+    come, check = list[AskedGrammar](), grammars.GrammarCheck.check
 
-    async def counted(self: grammars.GrammarCheck, asked: AskedGrammar) -> str:
+    async def counted(self: grammars.GrammarCheck, asked: AskedGrammar, client: str) -> str:
         come.append(asked)
-        return await check(self, asked)
+        return await check(self, asked, client)
 
-    def held(text: str, tokens: Any) -> CompiledGrammar:
-        compiled.append(text)
-        assert opened.wait(20)
-        return CompiledGrammar(text, tokens)
-
-    monkeypatch.setattr(grammars, "compile_grammar", held)
-    monkeypatch.setattr(grammars, "_MAX_WAITING", 2)
+    number = grammars._MAX_OF_ONE + 1
     monkeypatch.setattr(grammars.GrammarCheck, "check", counted)
-    with ThreadPoolExecutor(8) as pool:
-        try:
-            asked = [pool.submit(post, site, structured_outputs={"regex": "of one burst"}) for _ in range(8)]
-            wait_until(lambda: len(come) == 8, "all of them", 10)
-        finally:
-            opened.set()
-        assert [one.result().status_code for one in asked] == [200] * 8
-    assert len(compiled) == 1
+    with ThreadPoolExecutor(number) as pool:
+        asked = [pool.submit(post, site, structured_outputs={"regex": "of one burst"}) for _ in range(number)]
+        wait_until(lambda: len(come) == number, "all of them", 10)
+        held.may_go.set()
+        assert [one.result().status_code for one in asked] == [200] * number
+    assert len(held.begun) == 1
+
+
+def test_a_grammar_that_takes_too_long_is_refused_with_the_part_that_is_meant(checkpoint: Path) -> None:
+    """Three hundred patterns of names, which exclude each other: seconds of a processor, which no count bounds."""
+    names = [a + b for a in string.ascii_lowercase[:12] for b in string.ascii_lowercase]
+    code = {"type": "object", "patternProperties": {f"^{name}": {"type": "string"} for name in names}}
+    slow = {"type": "object", "properties": {"name": {"type": "string"}, "code": code}}
+    with opened_site(checkpoint, {"limits.max_grammar_compile_s": 0.1}) as site:
+        answer = post(site, **by_schema(slow))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(
+        f"{_SCHEMA}.properties.code: takes more than 0.1 s of computation (limits.max_grammar_compile_s)"
+    )
 
 
 def test_what_a_worker_finds_too_complex_is_the_requests_error(site: Site) -> None:

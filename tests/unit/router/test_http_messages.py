@@ -267,6 +267,7 @@ def test_keys_are_taken_as_each_client_sends_them(checkpoint: Path, tmp_path: Pa
         assert refused.status_code == 401
 
 
+@pytest.mark.processes
 def test_a_tool_that_has_to_be_called_travels_as_a_grammar(site: Site, client: anthropic.Anthropic) -> None:
     says(site, CALL)
     asked: Any = {"model": "toy", "max_tokens": 200, "messages": HI, "tools": [TOOL]}
@@ -279,6 +280,7 @@ def test_a_tool_that_has_to_be_called_travels_as_a_grammar(site: Site, client: a
         client.messages.create(**asked, tool_choice={"type": "tool", "name": "other"})
 
 
+@pytest.mark.processes
 def test_an_answer_follows_a_schema(site: Site, client: anthropic.Anthropic) -> None:
     says(site, '{"city": "Oslo"}')
     form: Any = {"format": {"type": "json_schema", "schema": WEATHER}}

@@ -118,6 +118,7 @@ def boundary_cases(schema: schemathesis.BaseSchema, path: str, method: str, mode
             yield case
 
 
+@pytest.mark.processes
 @pytest.mark.long
 @pytest.mark.parametrize("path", [*POSTS, *TOKENIZING])
 def test_what_the_document_allows_is_taken(site: Site, schema: schemathesis.BaseSchema, path: str) -> None:

@@ -207,6 +207,7 @@ def test_tokens_that_part_reasoning_from_the_answer_have_no_place_in_it(tmp_path
         assert b"".join(texts).decode() == "Say <tool, é."
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
@@ -218,6 +219,7 @@ def test_tokens_that_part_reasoning_from_the_answer_have_no_place_in_it(tmp_path
          {"type": "json_schema", "name": "schema", "schema": WEATHER}),
     ],
 )  # fmt: skip
+@pytest.mark.processes
 def test_the_form_that_was_obeyed_is_told(site: Site, asked: dict[str, Any], told: dict[str, Any]) -> None:
     body = site.post("/v1/responses", input="Hi", text=asked).json()
     assert body["text"] == {"format": told, "verbosity": "medium"}
@@ -237,6 +239,7 @@ def test_a_stream_that_fails_says_so_in_the_clients_terms(site: Site) -> None:
     )
 
 
+@pytest.mark.processes
 def test_a_tool_that_has_to_be_called_travels_as_a_grammar(site: Site) -> None:
     says(site, CALL)
     client, named = site.openai(), {"type": "function", "name": "weather"}
@@ -250,6 +253,7 @@ def test_a_tool_that_has_to_be_called_travels_as_a_grammar(site: Site) -> None:
     assert body["tool_choice"] == named
 
 
+@pytest.mark.processes
 def test_an_answer_follows_a_schema(site: Site) -> None:
     class Place(BaseModel):
         city: str

@@ -182,6 +182,7 @@ def test_a_template_that_knows_no_tools_is_said_to(checkpoint: Path) -> None:
             site.openai().chat.completions.create(model="toy", messages=[*HI, called])
 
 
+@pytest.mark.processes
 def test_a_choice_that_has_to_call_travels_as_a_grammar(site: Site) -> None:
     says(site, CALL)
     answer = ask(site, tool_choice="required").json()
@@ -191,6 +192,7 @@ def test_a_choice_that_has_to_call_travels_as_a_grammar(site: Site) -> None:
         assert "Of a city." not in command.sampling.grammar
 
 
+@pytest.mark.processes
 def test_a_schema_that_cannot_be_followed_is_refused_and_its_tools_named(site: Site) -> None:
     odd = {"type": "object", "properties": {"x": {"not": {"type": "string"}}}}
     tool = {"type": "function", "function": {"name": "odd", "parameters": odd}}

@@ -57,6 +57,23 @@ def test_equal_grammars_are_compiled_once_and_few_are_kept(
     assert compiled == [regex(text) for text in ("a", "b", "c", "b")], "the least recently used goes first"
 
 
+def test_what_took_long_to_compile_is_not_pushed_out_by_what_did_not(
+    guides: Guides, inbox: queue.Queue[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+
+    def counted(text: str, tokens: Any) -> CompiledGrammar:
+        compiled.append(text)
+        return CompiledGrammar(text, tokens)
+
+    monkeypatch.setattr(module, "compile_grammar", counted)
+    monkeypatch.setattr(module, "_MAX_KEPT", 2)
+    for costly_s, text in ((0.0, "a"), (1e9, "b"), (1e9, "c"), (1e9, "ab"), (1e9, "a")):
+        monkeypatch.setattr(module, "_COSTLY_S", costly_s)
+        prepared(guides, inbox, regex(text), [])
+    assert compiled == [regex(text) for text in ("a", "b", "c", "ab")]
+
+
 def test_masks_of_a_step_are_made_beside_it_and_each_guide_has_its_own(guides: Guides, inbox: queue.Queue[Any]) -> None:
     a, b, c = (TEXTS.index(letter) for letter in "abc")
     begun, behind_a, behind_ab = prepared(guides, inbox, regex("abc|ac"), [], [a], [a, b])

@@ -1,0 +1,130 @@
+"""Grammars tried in a process of their own, where the kernel bounds what that may take (`grammar_trial_process`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from router.http.grammar_trial_process import BEGUN, MAX_BYTES
+from tandem.core.errors import InternalError
+from tandem.core.vocabulary import Description
+
+# A trial that has not ended by then has got no processor: nothing in it waits.
+_MAX_WAIT_S = 60.0
+_END_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of a trial.
+
+    Attributes:
+        refusal: why the grammar cannot be followed; empty: it can.
+        cpu_s: what the trial took of a processor.
+    """
+
+    refusal: str
+    cpu_s: float
+
+
+class GrammarTrials:
+    """Tries grammars, from any number of threads. The process starts with the first one.
+
+    Args:
+        made_of: of the vocabulary; called in the thread of whoever is first.
+        max_s: what a trial may take of a processor, in seconds.
+    """
+
+    def __init__(self, made_of: Callable[[], Description], max_s: float) -> None:
+        self._made_of = made_of
+        self._max_s = max_s
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._door: socket.socket | None = None
+
+    def try_out(self, text: str) -> Verdict:
+        """Compile the grammar, and make its first masks.
+
+        Raises `InternalError`: the process cannot be started, or has no processor.
+        """
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                self._hand_over(theirs)
+            ours.settimeout(_MAX_WAIT_S)
+            try:
+                ours.sendall(json.dumps({"text": text, "max_s": self._max_s}).encode())
+                ours.shutdown(socket.SHUT_WR)
+                said = b""
+                while part := ours.recv(1 << 16):
+                    said += part
+            except OSError as error:
+                self._end_if_gone()
+                raise InternalError(f"the grammar could not be checked: {error}") from error
+        if not said:
+            self._end_if_gone()
+            raise InternalError("the grammar could not be checked: the process that checks grammars has ended")
+        if said != BEGUN:
+            found = json.loads(said)
+            return Verdict(found["said"], found["cpu_s"])
+        refusal = (
+            f"takes more than {self._max_s:g} s of computation (limits.max_grammar_compile_s) or {MAX_BYTES >> 20} MiB "
+            "of memory to be compiled"
+        )
+        return Verdict(refusal, self._max_s)
+
+    def close(self) -> None:
+        """End the process, and what is tried in it loses its verdict."""
+        with self._lock:
+            self._end()
+
+    def _hand_over(self, theirs: socket.socket) -> None:
+        with self._lock:
+            try:
+                if self._process is not None and self._process.poll() is not None:
+                    self._end()
+                if self._door is None:
+                    self._start()
+                assert self._door is not None
+                socket.send_fds(self._door, [b"\n"], [theirs.fileno()])
+            except OSError as error:
+                self._end()
+                raise InternalError(f"the grammar could not be checked: {error}") from error
+
+    def _start(self) -> None:
+        self._door, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "router.http.grammar_trial_process", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                start_new_session=True,  # a Ctrl-C at the terminal is for the router, and this ends with it
+            )
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            socket.send_fds(self._door, [b"\n"], [theirs.fileno()])
+            theirs.close()
+            ours.settimeout(_MAX_WAIT_S)
+            ours.sendall(json.dumps(asdict(self._made_of())).encode())
+
+    def _end_if_gone(self) -> None:
+        """What has ended is started again by the next grammar."""
+        with self._lock:
+            if self._process is not None and self._process.poll() is not None:
+                self._end()
+
+    def _end(self) -> None:
+        if self._door is not None:
+            self._door.close()
+            self._door = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(_END_S)
+            self._process = None

@@ -1,0 +1,91 @@
+"""Whose new grammar is tried next, and what is remembered of those that were."""
+
+from __future__ import annotations
+
+import pytest
+
+from router.http import grammars
+from router.http.grammar_queue import GrammarQueue
+from router.http.grammars import Found, Remembered
+
+
+def names(client: str, number: int) -> list[bytes]:
+    return [f"{client}{n}".encode() for n in range(number)]
+
+
+def test_a_client_with_many_holds_up_another_for_one_trial_at_most() -> None:
+    queue = GrammarQueue(1, 100, 1000)
+    assert all(queue.enter("many", trial) for trial in names("many", 100))
+    assert queue.begin() == ("many", b"many0")
+    assert queue.enter("other", b"x")
+    assert queue.begin() is None
+    queue.end("many")
+    assert queue.begin() == ("other", b"x")
+    queue.end("other")
+    assert queue.begin() == ("many", b"many1")
+
+
+def test_a_client_has_one_under_way_so_that_another_begins_at_once() -> None:
+    queue = GrammarQueue(2, 100, 1000)
+    assert all(queue.enter("many", trial) for trial in names("many", 3))
+    assert queue.begin() == ("many", b"many0")
+    assert queue.begin() is None, "the second place is for others"
+    assert queue.enter("other", b"x")
+    assert queue.begin() == ("other", b"x")
+
+
+def test_clients_take_turns() -> None:
+    queue, begun = GrammarQueue(1, 100, 1000), list[str]()
+    for client, number in (("a", 3), ("b", 1), ("c", 2)):
+        assert all(queue.enter(client, trial) for trial in names(client, number))
+    while (turn := queue.begin()) is not None:
+        queue.end(turn[0])
+        begun.append(turn[1].decode())
+    assert begun == ["a0", "b0", "c0", "a1", "c1", "a2"]
+
+
+def test_one_client_cannot_take_all_places_that_wait() -> None:
+    queue = GrammarQueue(1, 3, 4)
+    assert [queue.enter("many", trial) for trial in names("many", 5)] == [True] * 3 + [False] * 2
+    queue.begin()
+    assert not queue.enter("many", b"one more"), "what is under way counts"
+    assert queue.enter("other", b"x")
+    assert not queue.enter("third", b"y"), "of all"
+
+
+def test_who_asks_for_what_waits_in_anothers_line_waits_for_the_earlier_turn_and_it_is_tried_once() -> None:
+    queue = GrammarQueue(1, 100, 1000)
+    assert all(queue.enter("many", trial) for trial in names("many", 3))
+    assert queue.begin() == ("many", b"many0")
+    assert queue.enter("other", b"many2")
+    assert queue.enter("third", b"many0"), "it is under way"
+    queue.end("many")
+    assert queue.begin() == ("other", b"many2")
+    queue.end("other")
+    assert queue.begin() == ("many", b"many1")
+    queue.end("many")
+    assert queue.begin() is None
+    assert queue.enter("many", b"many2"), "asked for anew, it is tried anew"
+    assert queue.begin() == ("many", b"many2")
+
+
+def test_of_grammars_that_take_long_few_are_remembered_so_that_workers_get_them_at_their_clients_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker compiles anew what it does not keep."""
+    monkeypatch.setattr(grammars, "_MAX_COSTLY", 2)
+    remembered, slow, fast, refused = Remembered(), Found("", "", 0.5), Found("", "", 0.01), Found("", "no", 1.0)
+    for name, found in ((b"a", slow), (b"b", slow), (b"fast", fast), (b"refused", refused)):
+        remembered.put(name, found)
+    remembered.get(b"a")
+    remembered.put(b"c", slow)
+    kept = [remembered.get(name) for name in (b"a", b"b", b"c", b"fast", b"refused")]
+    assert kept == [slow, None, slow, fast, refused]
+
+
+def test_what_was_read_from_gbnf_is_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "_MAX_CHARS", 10)
+    remembered = Remembered()
+    for name in (b"a", b"b", b"c"):
+        remembered.put(name, Found("12345", "", 0.0))
+    assert [remembered.get(name) is not None for name in (b"a", b"b", b"c")] == [False, True, True]

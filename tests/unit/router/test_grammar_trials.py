@@ -1,0 +1,98 @@
+"""Grammars tried in a process that the kernel bounds."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import string
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from router.http.grammar_trials import GrammarTrials
+from router.openai.grammar import of_choices, of_grammar, of_lark, of_regex, of_schema
+from tandem.core.config import LimitsConfig
+from tandem.core.errors import InvalidRequestError
+from tandem.core.model_path import resolve_model
+from tandem.core.tokenizer import Tokenizer
+from tandem.core.vocabulary import description
+
+pytestmark = pytest.mark.processes
+LIMITS = LimitsConfig()
+PAIRS = [a + b for a in string.ascii_lowercase[:12] for b in string.ascii_lowercase]
+
+
+@pytest.fixture(scope="module")
+def trials() -> Iterator[GrammarTrials]:
+    tokenizer = Tokenizer.from_dir(resolve_model("embedded"))
+    found = GrammarTrials(lambda: description(tokenizer, (2,), tokenizer.vocab_size), max_s=0.1)
+    yield found
+    found.close()
+
+
+def test_what_can_be_followed_and_what_cannot_is_told(trials: GrammarTrials) -> None:
+    assert trials.try_out(of_regex("a+", "f", LIMITS).text).refusal == ""
+    assert "not" in trials.try_out(of_schema({"not": {}}, "f", LIMITS).text).refusal
+
+
+#: Each takes seconds, some a quarter of a minute; none of llguidance's own bounds ends it.
+ENDLESS = {
+    "classes": of_regex(r"\w?" * 4000, "f", LIMITS),
+    "patterns": of_schema({"patternProperties": {f"^{pair}": {"type": "string"} for pair in PAIRS}}, "f", LIMITS),
+    "intersection": of_grammar("start: T\nT: " + " & ".join(f"/(?s:.*){pair}(?s:.*)/" for pair in PAIRS), "f", LIMITS),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_what_takes_too_long_is_ended_and_told_so(trials: GrammarTrials, name: str) -> None:
+    verdict = trials.try_out(ENDLESS[name].text)
+    assert verdict.refusal.startswith("takes more than 0.1 s of computation (limits.max_grammar_compile_s)")
+    assert verdict.cpu_s == 0.1
+    assert trials.try_out(of_regex("b+", "f", LIMITS).text).refusal == "", "others are tried on"
+
+
+def test_an_expression_that_makes_each_mask_slow_is_refused() -> None:
+    tokenizer = Tokenizer.from_dir(resolve_model("embedded"))
+    trials = GrammarTrials(lambda: description(tokenizer, (2,), tokenizer.vocab_size), max_s=30)
+    with contextlib.closing(trials):
+        verdict = trials.try_out(of_regex("x" * 60_000, "f", LIMITS).text)
+    assert "ms to choose, and may take 10: it has" in verdict.refusal
+
+
+def test_a_process_that_ends_is_started_again(trials: GrammarTrials) -> None:
+    assert trials.try_out(of_regex("c", "f", LIMITS).text).refusal == ""
+    process = trials._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert trials.try_out(of_regex("c", "f", LIMITS).text).refusal == ""
+
+
+def test_closing_ends_the_process(trials: GrammarTrials) -> None:
+    trials.try_out(of_regex("c", "f", LIMITS).text)
+    process = trials._process
+    assert process is not None
+    trials.close()
+    assert process.returncode is not None
+
+
+@pytest.mark.parametrize(
+    ("made_of", "said"),
+    [
+        (lambda text: of_choices(["a", text], "f", LIMITS), r"f\[1\] has a text of 9000 bytes"),
+        (lambda text: of_lark(f'start: "{text}"', "f", LIMITS), "f has a text or expression of 9000 bytes"),
+        (lambda text: of_lark(f"start: /{text}/", "f", LIMITS), "f has a text or expression of 9000 bytes"),
+        (lambda text: of_schema({"items": {"enum": [text]}}, "f", LIMITS), r"f.items.enum\[0\] has a text of 9000"),
+        (lambda text: of_schema({"properties": {text: {}}}, "f", LIMITS), "f.properties has a text of 9000 bytes"),
+    ],
+)
+def test_a_long_text_is_refused_and_named(made_of: Callable[[str], object], said: str) -> None:
+    """A mask takes a time that grows with it, and nobody can write it to its end."""
+    with pytest.raises(InvalidRequestError, match=said):
+        made_of("x" * 9000)
+    made_of("x" * 8000)
+
+
+def test_a_long_description_is_no_text_of_a_grammar() -> None:
+    of_schema({"type": "object", "description": "x" * 9000}, "f", LIMITS)

@@ -41,3 +41,11 @@ class SupervisorFace:
     security: SecurityConfig  # how to speak to it
     pid: int  # on the node of `ClusterSpec.node_id`
     started: int  # in clock ticks since boot
+
+
+@dataclass(frozen=True)
+class NotStarted:
+    """Why a supervisor could not start; it tries again."""
+
+    message: str
+    code: str  # of a `TandemError`, which will be the same again; empty: it may pass, as a port that is taken

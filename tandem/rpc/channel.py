@@ -88,10 +88,10 @@ def bind(server: aio.Server, host: str, port: int, security: Security | None = N
     """
     credentials = (security or current()).server_credentials(host)
     where = join_address(host, port)
-    bound = server.add_insecure_port(where) if credentials is None else server.add_secure_port(where, credentials)
-    if bound == 0:
-        raise OSError(f"cannot listen on {where}")
-    return bound
+    try:
+        return server.add_insecure_port(where) if credentials is None else server.add_secure_port(where, credentials)
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {where}: is its port taken?") from error
 
 
 def host_of(address: str) -> str:

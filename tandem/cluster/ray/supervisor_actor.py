@@ -5,19 +5,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import queue
 import secrets
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 
 from tandem.cluster.ray.actor import begin, make_actor, pinned, this_process, worker_host
 from tandem.cluster.ray.supervisor_process import serve_supervisor
-from tandem.cluster.spec import SUPERVISOR_NAME, ClusterSpec, SupervisorFace
+from tandem.cluster.spec import SUPERVISOR_NAME, ClusterSpec, NotStarted, SupervisorFace
 from tandem.core.addresses import join_address
+from tandem.core.errors import TandemError
 from tandem.rpc.permissions import PeerRole
+
+_log = logging.getLogger(__name__)
+
+# Between two starts in one process.
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.2, 5.0
 
 
 class SupervisorActor:
@@ -27,17 +34,21 @@ class SupervisorActor:
     """
 
     def __init__(self, spec: ClusterSpec, key_digests: frozenset[bytes], cache_secret: bytes = b"") -> None:
-        begin(spec, "supervisor", PeerRole.SUPERVISOR)
-        address = join_address(worker_host(spec), spec.control_port)
-        self._face = SupervisorFace(address, spec.config.security, os.getpid(), this_process().started)
-        self._ready = threading.Event()
+        """It never raises: Ray would start no further one."""
+        # What came of starts that nobody has been told yet: in the end the face of who serves.
+        self._told: queue.SimpleQueue[SupervisorFace | NotStarted] = queue.SimpleQueue()
+        self._face: SupervisorFace | None = None
         threading.Thread(
             target=self._run, args=(spec, key_digests, cache_secret), name="supervisor", daemon=True
         ).start()
 
-    def wait_ready(self) -> SupervisorFace:
-        """Until it serves."""
-        self._ready.wait()
+    def wait_ready(self) -> SupervisorFace | NotStarted:
+        """Until it serves, or a start has failed; it tries again then."""
+        if self._face is None:
+            found = self._told.get()
+            if isinstance(found, NotStarted):
+                return found
+            self._face = found
         return self._face
 
     def rest(self, seconds: float) -> None:
@@ -45,13 +56,41 @@ class SupervisorActor:
         time.sleep(seconds)
 
     def _run(self, spec: ClusterSpec, key_digests: frozenset[bytes], cache_secret: bytes) -> None:
-        try:
-            asyncio.run(serve_supervisor(spec, key_digests, self._face, self._ready.set, cache_secret))
-        except BaseException:
-            # Nothing here foresees it: end the process, and Ray starts the next supervisor, which adopts what runs.
-            logging.getLogger(__name__).critical("the supervisor failed", exc_info=True)
-            sys.stderr.flush()
-            os._exit(1)
+        pause_s, serves, has_begun = _FIRST_PAUSE_S, threading.Event(), False
+        while True:
+            try:
+                if not has_begun:
+                    begin(spec, "supervisor", PeerRole.SUPERVISOR)
+                    has_begun = True
+                address = join_address(worker_host(spec), spec.control_port)
+                face = SupervisorFace(address, spec.config.security, os.getpid(), this_process().started)
+
+                def on_listening(face: SupervisorFace = face) -> None:
+                    serves.set()
+                    self._told.put(face)
+
+                asyncio.run(serve_supervisor(spec, key_digests, face, on_listening, cache_secret))
+                return
+            except BaseException as error:  # noqa: BLE001 - it is told, or ends the process
+                if serves.is_set() or not isinstance(error, Exception):
+                    _end_by(error)
+                _log.warning("the supervisor cannot start, and tries again in %g s", pause_s, exc_info=True)
+                self._told.put(_not_started(error))
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+
+
+def _not_started(error: Exception) -> NotStarted:
+    if isinstance(error, TandemError):
+        return NotStarted(error.message, error.code)
+    return NotStarted(str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}", "")
+
+
+def _end_by(error: BaseException) -> NoReturn:
+    """Nothing here foresees it: end the process, and Ray starts the next supervisor, which adopts what runs."""
+    _log.critical("the supervisor failed", exc_info=error)
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def start_supervisor(spec: ClusterSpec, key_digests: frozenset[bytes]) -> Any:

@@ -63,7 +63,11 @@ async def serve_supervisor(
     supervisor_pb2_grpc.add_SupervisorControlServicer_to_server(SupervisorService(supervisor, spec), server)
     bind(server, host_of(face.address), spec.control_port)
     await server.start()
-    await asyncio.to_thread(launcher.remember_face, face)
+    try:
+        await asyncio.to_thread(launcher.remember_face, face)
+    except BaseException:
+        await server.stop(grace=None)  # or the port would be taken for the next start
+        raise
     on_listening()
     async with asyncio.TaskGroup() as tasks:
         resting = tasks.create_task(launcher.rest())

@@ -13,7 +13,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -29,12 +29,12 @@ from tandem.cluster.serve.report import ClusterNews, Reporter, RequestNews
 from tandem.cluster.serve.signals import StopRequested, StopSignals
 from tandem.cluster.serve.stopping import STOP_S, stop_cluster
 from tandem.cluster.serve.supervisor_watchdog import end_silent_supervisor, watch_ray
-from tandem.cluster.spec import SUPERVISOR_NAME, ClusterSpec, SupervisorFace
+from tandem.cluster.spec import SUPERVISOR_NAME, ClusterSpec, NotStarted, SupervisorFace
 from tandem.cluster.statefile import Claim, Stage
 from tandem.core.addresses import join_address
 from tandem.core.arguments import PoolSizes
 from tandem.core.config import Config, PoolConfig
-from tandem.core.errors import ConfigError, ForbiddenError, InternalError, TandemError, WorkerLostError
+from tandem.core.errors import ConfigError, ForbiddenError, InternalError, TandemError, WorkerLostError, error_class
 from tandem.core.identity import Role
 from tandem.core.ports import free_port
 from tandem.core.version import version
@@ -58,6 +58,9 @@ JOIN_REMEDY = (
     """start one with `ray start --head --resources='{"prefill": 1, "decode": 1}'`, or leave --address out for a Ray """
     "of its own"
 )
+
+# How long a supervisor that has never served may fail by what may pass.
+FIRST_START_S = 60.0
 
 _FIRST_RETRY_S = 0.2
 _MAX_RETRY_S = 5.0
@@ -239,15 +242,34 @@ class Serving:
         self._reporter.line(f"  supervisor  was silent for {lease_s:g} s and is killed")
 
     async def _find_supervisor(self) -> SupervisorFace:
-        """Wait until it serves, however often Ray starts it. Raises `InternalError` when it cannot start."""
+        """Wait until it serves, however often it starts, or is started by Ray, and tell what it waits for.
+
+        Raises `TandemError`: it has never served and cannot, or Ray starts no further one.
+        """
+        import ray
         from ray.exceptions import RayActorError
 
-        try:
-            return cast(SupervisorFace, await self._supervisor.wait_ready.remote())
-        except RayActorError as error:
-            assert self._home is not None
-            reason = str(error).strip().splitlines()[-1]
-            raise InternalError(f"the supervisor ended: {reason}; logs are in {self._home.log_directory}") from error
+        loop = asyncio.get_running_loop()
+        began_at, said = loop.time(), ""
+        while True:
+            try:
+                found: SupervisorFace | NotStarted = await self._supervisor.wait_ready.remote()
+            except RayActorError as error:
+                reason = str(error).strip().splitlines()[-1]
+                raise InternalError(f"the supervisor ended: {reason}{self._and_logs()}") from error
+            if isinstance(found, SupervisorFace):
+                return found
+            if not self._control_address and (found.code or loop.time() - began_at >= FIRST_START_S):
+                await asyncio.to_thread(ray.kill, self._supervisor)  # a joined Ray would let it try for ever
+                self._has_ended = True  # it has started nothing
+                raise error_class(found.code)(f"the supervisor cannot start: {found.message}{self._and_logs()}")
+            if found.message != said:
+                said = found.message
+                meanwhile = "requests go on" if self._was_ready else "nothing else starts before it"
+                self._reporter.line(f"  supervisor  cannot start yet: {said}; it tries again, and {meanwhile}")
+
+    def _and_logs(self) -> str:
+        return f"; logs are in {self._home.log_directory}" if self._home is not None else ""
 
     async def _watch_ray(self) -> None:
         """Tell when Ray's control store is lost or back. A local one cannot come back: raises when it is time to stop.

@@ -19,13 +19,13 @@ from tandem.cluster.serve import serve, stopping
 from tandem.cluster.serve.report import Reporter
 from tandem.cluster.serve.serve import Serving
 from tandem.cluster.serve.stopping import stop_cluster
-from tandem.cluster.spec import ClusterSpec, SupervisorFace
+from tandem.cluster.spec import ClusterSpec, NotStarted, SupervisorFace
 from tandem.cluster.supervisor.pools import PoolState
 from tandem.cluster.supervisor.service import SupervisorService
 from tandem.cluster.supervisor.slots import Policy
 from tandem.cluster.supervisor.supervisor import Supervisor
 from tandem.core.config import Config, SecurityConfig
-from tandem.core.errors import ForbiddenError, WorkerLostError
+from tandem.core.errors import ForbiddenError, TandemError, WorkerLostError
 from tandem.rpc.channel import make_channel
 from tandem.rpc.v1 import supervisor_pb2, supervisor_pb2_grpc
 from tests.support.grpc_server import serving
@@ -93,14 +93,19 @@ async def test_a_refusal_or_silence_is_not_an_end(dead_and_alive: Any, monkeypat
 
 
 class FakeActor:
-    """The supervisor's actor, which lives all the time."""
+    """The supervisor's actor, which lives all the time.
+
+    Attributes:
+        failures: of its start, to be told before it serves.
+    """
 
     def __init__(self, address: str) -> None:
         self.wait_ready = self
+        self.failures: list[NotStarted] = []
         self._address = address
 
-    async def remote(self) -> SupervisorFace:
-        return SupervisorFace(self._address, SecurityConfig(), 0, 0)
+    async def remote(self) -> SupervisorFace | NotStarted:
+        return self.failures.pop(0) if self.failures else SupervisorFace(self._address, SecurityConfig(), 0, 0)
 
 
 @pytest.fixture
@@ -113,6 +118,46 @@ def serving_of(address: str, reporter: Reporter) -> Serving:
     serving = Serving(Config(), "10.0.0.1:6379", reporter)
     serving._supervisor = FakeActor(address)
     return serving
+
+
+TAKEN = NotStarted("cannot listen on 127.0.0.1:7000", "")
+WRONG = NotStarted("Ray knows this node by one that leads nowhere", "config")
+
+
+@pytest.mark.parametrize(
+    ("has_served", "meanwhile"), [(False, "nothing else starts before it"), (True, "requests go on")]
+)
+async def test_what_keeps_a_supervisor_from_starting_for_a_moment_is_waited_out_and_told_once(
+    has_served: bool, meanwhile: str, reporter: Reporter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serving = serving_of("127.0.0.1:7000", reporter)
+    serving._supervisor.failures = [TAKEN] * 5
+    serving._was_ready, serving._control_address = has_served, "127.0.0.1:7000" if has_served else ""
+    assert (await serving._find_supervisor()).address == "127.0.0.1:7000"
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("cannot start yet: cannot listen on 127.0.0.1:7000; it tries again") == 1
+    assert meanwhile in said
+
+
+@pytest.mark.parametrize(("failure", "patience_s"), [(TAKEN, 0.0), (WRONG, 60.0)])
+async def test_a_supervisor_that_has_never_served_and_cannot_is_given_up_and_ended(
+    failure: NotStarted, patience_s: float, reporter: Reporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = list[Any]()
+    monkeypatch.setattr("ray.kill", killed.append)
+    monkeypatch.setattr(serve, "FIRST_START_S", patience_s)
+    serving = serving_of("127.0.0.1:7000", reporter)
+    serving._supervisor.failures = [failure] * 2
+    with pytest.raises(TandemError, match=f"the supervisor cannot start: {failure.message}"):
+        await serving._find_supervisor()
+    assert killed == [serving._supervisor]
+
+
+async def test_one_that_has_served_is_awaited_whatever_it_says(reporter: Reporter) -> None:
+    serving = serving_of("127.0.0.1:7000", reporter)
+    serving._supervisor.failures = [WRONG] * 3
+    serving._was_ready, serving._control_address = True, "127.0.0.1:7000"
+    assert (await serving._find_supervisor()).address == "127.0.0.1:7000"
 
 
 async def test_what_may_live_on_in_a_joined_ray_is_said(

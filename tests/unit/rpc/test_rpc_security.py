@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -186,6 +187,13 @@ async def test_nothing_leaves_loopback_before_anybody_has_decided() -> None:
         with pytest.raises(ConfigError, match="tandem certs"):
             make_channel(address)
     assert bind(make_server(), LOOPBACK, 0) > 0
+
+
+async def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server((LOOPBACK, 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(OSError, match=f"cannot listen on {LOOPBACK}:{port}"):
+            bind(make_server(), LOOPBACK, port)
 
 
 def test_beyond_loopback_without_certificates_does_not_start() -> None:

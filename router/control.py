@@ -11,6 +11,7 @@ from router.lifecycle.context import RouterContext
 from router.workers.other_routers import OtherRouters
 from tandem.core.addresses import join_address
 from tandem.core.errors import ConfigError
+from tandem.rpc import security
 from tandem.rpc.channel import bind, make_server
 from tandem.rpc.guard import RoleGuard
 from tandem.rpc.v1 import control_pb2 as pb
@@ -64,6 +65,7 @@ class RouterControl(RouterControlServicer):
             suspected_writers=[pb.SuspectedWriter(**key._asdict()) for key in sorted(context.workers.suspected)],
             errors=context.errors.to_wire(),
             load=context.load.to_wire(context.turns),
+            certificate_expires=security.current().certificate_expires,
         )
 
     async def AskRouter(self, request: pb.RouterQuestion, _: Any) -> pb.RouterAnswer:

@@ -273,7 +273,7 @@ class RouterServer:
         admission = Admission(scheduling.max_queued_requests, clock, num_places, num_routers)
         burst = retry_burst(scheduling.max_num_seqs or MOST_SEQS)
         budget = RetryBudget(config.limits.retry_budget, burst, clock, num_routers)
-        metrics.registry.register(RouterGauges(workers, admission, budget, guard))
+        metrics.registry.register(RouterGauges(workers, admission, budget, guard, self._name))
         tokenizer = Tokenizer.from_dir(self._model_dir)
         migrations = MigrationSlots(num_routers=num_routers)
         targets = Targets.of(config)

@@ -14,6 +14,7 @@ from router.policy.retry_budget import RetryBudget
 from router.workers.registry import WorkerRegistry
 from router.workers.session import SessionState
 from tandem.core.pages import PageState
+from tandem.rpc import security
 from tandem.rpc.convert import ROLE_FROM_PROTO
 from tandem.rpc.guard import RoleGuard
 
@@ -25,7 +26,11 @@ _TIER_OUTCOMES = ("fetched", "missed", "abandoned")
 class RouterGauges(Collector):
     """The gauges and counters of one router that `RouterMetrics` does not keep."""
 
-    def __init__(self, workers: WorkerRegistry, admission: Admission, budget: RetryBudget, guard: RoleGuard) -> None:
+    def __init__(
+        self, workers: WorkerRegistry, admission: Admission, budget: RetryBudget, guard: RoleGuard, name: str
+    ) -> None:
+        """`name`: of the router."""
+        self._name = name
         self._workers = workers
         self._admission = admission
         self._budget = budget
@@ -34,6 +39,7 @@ class RouterGauges(Collector):
     def collect(self) -> Iterable[Metric]:
         yield from self._of_workers()
         yield from self._of_pools()
+        yield self._of_certificates()
         yield self._of_links()
         yield from self._of_tiers()
         yield GaugeMetricFamily(
@@ -91,6 +97,26 @@ class RouterGauges(Collector):
             for outcome in ("grown", "shrunk", "taken", "refused"):
                 changes.add_metric([role, outcome], getattr(pool, f"num_{outcome}"))
         return workers, changes
+
+    def _of_certificates(self) -> Metric:
+        ends = GaugeMetricFamily(
+            "tandem_certificate_expiry_timestamp_seconds",
+            "When the certificate ends that a process has read at its start, in seconds since the epoch",
+            labels=["process", "role"],
+        )
+        told = [
+            (self._name or "router", "router", security.current().certificate_expires),
+            ("supervisor", "supervisor", self._workers.supervisor_certificate_expires),
+        ]
+        told += [
+            (session.key.worker_id, session.role, session.status.certificate_expires)
+            for session in self._workers.sessions()
+            if session.state is SessionState.OPEN
+        ]
+        for process, role, expires in told:
+            if expires:
+                ends.add_metric([process, role], expires)
+        return ends
 
     def _of_links(self) -> Metric:
         rates = GaugeMetricFamily(

@@ -100,6 +100,8 @@ class WorkerRegistry:
         self.cache_secret = b""
         #: Of the pools of workers, as the supervisor told them last; for metrics.
         self.pool_sizes: tuple[PoolSize, ...] = ()
+        #: When the supervisor's certificate ends, as it told last; 0: it shows none. For metrics.
+        self.supervisor_certificate_expires = 0
         #: Called whenever a worker comes or goes.
         self.on_change: Callable[[], object] = lambda: None
         #: Called whenever a worker has told of its load.
@@ -117,6 +119,7 @@ class WorkerRegistry:
         self._version = membership.version
         self._take_share(membership)
         self.pool_sizes = tuple(pool for pool in membership.pools if pool.role in ROLE_FROM_PROTO)
+        self.supervisor_certificate_expires = membership.certificate_expires
         self.cache_secret = membership.cache_secret
         self._is_colocated = membership.colocated
         members = [member for member in membership.members if member.role in ROLE_FROM_PROTO]

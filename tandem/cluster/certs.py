@@ -22,9 +22,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from tandem.core.errors import ConfigError
 from tandem.rpc.identity import AUTHORITY_FILE, certificate_file, key_file, load_identity
 from tandem.rpc.permissions import ROLE_URI, SERVER_NAME, PeerRole
+from tandem.rpc.security import WARN_BEFORE
 
 AUTHORITY_KEY_FILE: Final = "ca.key"
-WARN_BEFORE: Final = timedelta(days=30)
 
 _AUTHORITY_LIFE = timedelta(days=3650)
 # Hosts' clocks differ: a certificate made just now must be good on a node that is behind.
@@ -98,7 +98,8 @@ def run(directory: Path, *, days: int, force: bool, authority_key: Path | None) 
     """The command; returns the exit code."""
     made = make_certificates(directory, days=days, force=force, authority_key=authority_key)
     print(f"{'Renewed' if made.renewed else 'Made'} certificates for {', '.join(PeerRole)} in {directory}.")
-    print(f"They expire on {made.expires:%Y-%m-%d}; `tandem doctor` warns {WARN_BEFORE.days} days before.")
+    warn = f"`tandem doctor` and `tandem status` warn {WARN_BEFORE.days} days before."
+    print(f"They expire on {made.expires:%Y-%m-%d}; {warn}")
     print(
         f"\n{made.authority_key} can sign members of this cluster. Keep it off the nodes; a renewal (--force) needs it"
         "\nagain. Whoever does not want to renew may delete it."

@@ -21,6 +21,7 @@ from tandem.cluster.plain import plain
 from tandem.cluster.serve.processes import wait_for_exit
 from tandem.cluster.serve.report import (
     Reporter,
+    certificate_line,
     cluster_table,
     link_lines,
     make_console,
@@ -83,6 +84,8 @@ def status(where: Where, *, as_json: bool, why: bool = False) -> int:
     console.print(cluster_table(cluster))
     for line in link_lines(cluster):
         console.print(line)
+    if ending := certificate_line(cluster, time.time()):
+        console.print(ending, style="red")
     for line in why_lines(cluster) if why else ():
         console.print(line)
     return 0

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import grpc
 
@@ -28,6 +29,9 @@ from tandem.rpc.permissions import PeerRole
 
 if TYPE_CHECKING:
     from tandem.rpc.identity import Identity
+
+#: People are told of a certificate's end so long before.
+WARN_BEFORE: Final = timedelta(days=30)
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +72,11 @@ class Security:
         """Raises `ConfigError`: it shall use TLS, and its certificate is missing, does not match, or has expired."""
         if self.uses_tls:
             _ = self.identity
+
+    @property
+    def certificate_expires(self) -> int:
+        """When the certificate ends that this process shows, in seconds since the epoch; 0: it shows none."""
+        return int(self.identity.expires.timestamp()) if self.uses_tls else 0
 
     def _needs_tls(self, host: str) -> bool:
         return self._config.tls != "off" and (self.uses_tls or not is_loopback(host))

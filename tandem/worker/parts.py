@@ -36,6 +36,7 @@ from tandem.core.vocabulary import Vocabulary
 from tandem.core.windows import Windows
 from tandem.engine.arena import KVArena
 from tandem.engine.engine import Engine
+from tandem.rpc import security
 from tandem.rpc.convert import ROLE_TO_PROTO, page_counts_to_proto, prompt_steps_to_proto
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.worker.cache_report import CacheReport
@@ -172,6 +173,7 @@ class WorkerParts:
             prompt_tokens_cached=counters.num_prompt_tokens_cached,
             refused=counters.num_refused,
             page_network=self.page_network,
+            certificate_expires=security.current().certificate_expires,
             masks=counters.num_masks,
             mask_s=counters.mask_s,
             guesses=counters.num_guesses,

@@ -232,6 +232,16 @@ def test_rules_fire_when_they_should(tmp_path: Path) -> None:
         ),
         case({"tandem_retry_budget_exhausted_total": "0+1x40"}, "TandemRetryBudgetSpent", {"severity": "warning"}),
         case(
+            {
+                # A time since the epoch, which begins with the case.
+                "tandem_certificate_expiry_timestamp_seconds{process='decode-0',router='router-0'}": "1200000x40",
+                "tandem_certificate_expiry_timestamp_seconds{process='decode-0',router='router-1'}": "1200000x40",
+                "tandem_certificate_expiry_timestamp_seconds{process='decode-1',router='router-0'}": "1300000x40",
+            },
+            "TandemCertificateEnds",
+            {"severity": "warning", "process": "decode-0"},
+        ),
+        case(
             {"tandem_router_answers{router='router-1'}": "0x40"},
             "TandemRouterSilent",
             {"severity": "warning", "router": "router-1"},

@@ -6,12 +6,13 @@ from collections.abc import Collection
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tandem.cluster.certs import AUTHORITY_KEY_FILE, WARN_BEFORE
+from tandem.cluster.certs import AUTHORITY_KEY_FILE
 from tandem.cluster.checks.finding import Finding
 from tandem.core.config import SecurityConfig
 from tandem.core.errors import ConfigError
 from tandem.rpc.identity import certificate_file, load_identity
 from tandem.rpc.permissions import PeerRole
+from tandem.rpc.security import WARN_BEFORE
 
 HEAD_ROLES = frozenset({PeerRole.SUPERVISOR, PeerRole.ROUTER, PeerRole.CLIENT})
 """What runs on the node where `tandem serve` is called."""

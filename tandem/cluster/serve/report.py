@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.rpc.convert import ROLE_FROM_PROTO
-from tandem.rpc.security import is_loopback
+from tandem.rpc.security import WARN_BEFORE, is_loopback
 from tandem.rpc.v1 import common_pb2, control_pb2, supervisor_pb2
 
 _LOG_WIDTH = 240
@@ -175,6 +175,26 @@ def link_lines(cluster: supervisor_pb2.Cluster) -> list[str]:
         if said:
             lines.append(f"{worker.member.worker_id}: {'; '.join(said)}")
     return lines
+
+
+def certificate_line(cluster: supervisor_pb2.Cluster, now_s: float) -> str:
+    """`certificates of prefill-0, decode-0 end in 12 days; …`: those that end soon, the first one's end; else empty.
+
+    Args:
+        now_s: seconds since the epoch.
+    """
+    ends = {"supervisor": cluster.certificate_expires}
+    ends |= {worker.member.worker_id: worker.load.certificate_expires for worker in cluster.workers}
+    ends |= {router.name: router.certificate_expires for router in cluster.routers}
+    soon = {name: end for name, end in ends.items() if end and end - now_s < WARN_BEFORE.total_seconds()}
+    if not soon:
+        return ""
+    days = (min(soon.values()) - now_s) / 86400
+    when = f"end in {days:.0f} days" if days >= 1 else "end today" if days > 0 else "have ended"
+    return (
+        f"certificates of {', '.join(soon)} {when}: new connections fail then; `tandem certs DIR --force` renews them, "
+        "and processes read them when they are started again"
+    )
 
 
 def _rates(rates: list[tuple[str, float]]) -> str:

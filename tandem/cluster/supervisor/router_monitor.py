@@ -42,6 +42,7 @@ class FollowedRouter(FollowedProcess[_Stub]):
         self._cache_secret = following.cache_secret
         self.load: control_pb2.RequestLoad | None = None  # what is asked for, as of its last heartbeat
         self.num_under_way = 0  # requests, as of its last heartbeat
+        self.certificate_expires = 0  # as it says; 0: it shows none
         self.errors: common_pb2.RequestErrors | None = None  # with which it has answered requests, as last reported
         self.errors_at = -math.inf  # when `errors` changed, by the event loop's clock
         self._newest: ev.PublishMembership | None = None  # the last one to push
@@ -82,6 +83,7 @@ class FollowedRouter(FollowedProcess[_Stub]):
     async def _ask_status(self, stub: _Stub) -> None:
         status = await stub.RouterStatus(control_pb2.RouterStatusRequest(), timeout=self._heartbeat_s)
         self.num_under_way = status.num_under_way
+        self.certificate_expires = status.certificate_expires
         self.load = status.load if status.HasField("load") else None
         self._feed(ev.LoadReported(self.name, self.incarnation, status.num_under_way))
         for writer in status.suspected_writers:

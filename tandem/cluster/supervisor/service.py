@@ -20,6 +20,7 @@ from tandem.core.errors import ConfigError, IncompatibleError
 from tandem.core.identity import WORKER_ROLES, Role
 from tandem.core.pooling import read_pooling
 from tandem.core.version import version
+from tandem.rpc import security
 from tandem.rpc.v1 import common_pb2, supervisor_pb2, supervisor_pb2_grpc
 
 
@@ -92,10 +93,12 @@ class SupervisorService(supervisor_pb2_grpc.SupervisorControlServicer):
             log_directory=self._spec.log_directory,
             ray_address=self._spec.ray_address,
             pid=os.getpid(),
+            certificate_expires=security.current().certificate_expires,
         )
         supervisor = self._supervisor
         told = {
-            router.name: RouterReport(router.num_under_way, router.errors) for router in supervisor.routers.values()
+            router.name: RouterReport(router.num_under_way, router.errors, router.certificate_expires)
+            for router in supervisor.routers.values()
         }
         fill_cluster(message, supervisor.cluster, supervisor.loads, told, supervisor.now)
         fill_decisions(message, supervisor.follower.pools, supervisor.now)

@@ -12,6 +12,7 @@ from tandem.cluster.supervisor.pools import PoolState
 from tandem.cluster.supervisor.slots import Phase, Slot
 from tandem.core.identity import WORKER_ROLES, Role
 from tandem.core.version import version
+from tandem.rpc import security
 from tandem.rpc.convert import ROLE_FROM_PROTO, ROLE_TO_PROTO
 from tandem.rpc.v1 import common_pb2, control_pb2, supervisor_pb2
 
@@ -25,6 +26,7 @@ def membership(instruction: PublishMembership, cache_secret: bytes) -> control_p
         ended=instruction.ended,
         cache_secret=cache_secret,
         colocated=instruction.colocated,
+        certificate_expires=security.current().certificate_expires,
         pools=[
             control_pb2.PoolSize(
                 role=ROLE_TO_PROTO[pool.role],
@@ -51,6 +53,7 @@ class RouterReport:
 
     num_under_way: int = 0
     errors: common_pb2.RequestErrors | None = None
+    certificate_expires: int = 0
 
 
 def fill_cluster(
@@ -115,6 +118,7 @@ def _router(slot: Slot, report: RouterReport, now: float, *, closing: bool) -> s
         retry_in_s=_retry_in_s(slot, now),
         num_under_way=report.num_under_way,
         errors=report.errors,
+        certificate_expires=report.certificate_expires,
         state="draining" if closing and slot.phase is Phase.READY else slot.phase.value,
         url=slot.url,
         control_address=slot.address,

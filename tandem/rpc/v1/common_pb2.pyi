@@ -429,6 +429,7 @@ class WorkerStatus(_message.Message):
     CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     CHUNK_S_FIELD_NUMBER: _builtins.int
     PROMPT_STEPS_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_EXPIRES_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """requests in the batch"""
@@ -477,6 +478,8 @@ class WorkerStatus(_message.Message):
     """since start: of prompts that decode computed in chunks of full size"""
     chunk_s: _builtins.float
     """since start: what the steps took that had these"""
+    certificate_expires: _builtins.int
+    """of the one that it shows, in seconds since the epoch; 0: it shows none"""
     @_builtins.property
     def pages(self) -> Global___PageCounts: ...
     @_builtins.property
@@ -526,11 +529,12 @@ class WorkerStatus(_message.Message):
         chunk_tokens: _builtins.int = ...,
         chunk_s: _builtins.float = ...,
         prompt_steps: Global___PromptSteps | None = ...,
+        certificate_expires: _builtins.int = ...,
         links: Global___LinkReport | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["links", b"links", "pages", b"pages", "prompt_steps", b"prompt_steps", "tiers", b"tiers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "chunk_s", b"chunk_s", "chunk_tokens", b"chunk_tokens", "decode_tokens", b"decode_tokens", "drafts", b"drafts", "draining", b"draining", "guesses", b"guesses", "links", b"links", "mask_s", b"mask_s", "masks", b"masks", "max_num_seqs", b"max_num_seqs", "mixed_s", b"mixed_s", "mixed_steps", b"mixed_steps", "num_incoming", b"num_incoming", "num_queued", b"num_queued", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "page_network", b"page_network", "pages", b"pages", "preemptions", b"preemptions", "prompt_steps", b"prompt_steps", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_computed", b"prompt_tokens_computed", "refused", b"refused", "right_drafts", b"right_drafts", "right_guesses", b"right_guesses", "steps", b"steps", "tiers", b"tiers", "transfer_bytes", b"transfer_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "certificate_expires", b"certificate_expires", "chunk_s", b"chunk_s", "chunk_tokens", b"chunk_tokens", "decode_tokens", b"decode_tokens", "drafts", b"drafts", "draining", b"draining", "guesses", b"guesses", "links", b"links", "mask_s", b"mask_s", "masks", b"masks", "max_num_seqs", b"max_num_seqs", "mixed_s", b"mixed_s", "mixed_steps", b"mixed_steps", "num_incoming", b"num_incoming", "num_queued", b"num_queued", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "page_network", b"page_network", "pages", b"pages", "preemptions", b"preemptions", "prompt_steps", b"prompt_steps", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_computed", b"prompt_tokens_computed", "refused", b"refused", "right_drafts", b"right_drafts", "right_guesses", b"right_guesses", "steps", b"steps", "tiers", b"tiers", "transfer_bytes", b"transfer_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

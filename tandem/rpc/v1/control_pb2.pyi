@@ -71,6 +71,7 @@ class Membership(_message.Message):
     COLOCATED_FIELD_NUMBER: _builtins.int
     POOLS_FIELD_NUMBER: _builtins.int
     OTHER_ROUTERS_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_EXPIRES_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """grows with every change; an older one is ignored"""
     num_routers: _builtins.int
@@ -83,6 +84,8 @@ class Membership(_message.Message):
     """The cluster has no prefill workers, and shall have none or has just been told to have some: until one is ready, decode
     workers compute all prompts.
     """
+    certificate_expires: _builtins.int
+    """of the supervisor's, in seconds since the epoch; 0: it shows none"""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]: ...
     @_builtins.property
@@ -111,10 +114,11 @@ class Membership(_message.Message):
         colocated: _builtins.bool = ...,
         pools: _abc.Iterable[Global___PoolSize] | None = ...,
         other_routers: _abc.Iterable[Global___OtherRouter] | None = ...,
+        certificate_expires: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_router_number", b"_router_number", "router_number", b"router_number"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_router_number", b"_router_number", "cache_secret", b"cache_secret", "colocated", b"colocated", "ended", b"ended", "members", b"members", "num_routers", b"num_routers", "other_routers", b"other_routers", "pools", b"pools", "router_number", b"router_number", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_router_number", b"_router_number", "cache_secret", b"cache_secret", "certificate_expires", b"certificate_expires", "colocated", b"colocated", "ended", b"ended", "members", b"members", "num_routers", b"num_routers", "other_routers", b"other_routers", "pools", b"pools", "router_number", b"router_number", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__router_number: _TypeAlias = _typing.Literal["router_number"]  # noqa: Y015
     _WhichOneofArgType__router_number: _TypeAlias = _typing.Literal["_router_number", b"_router_number"]  # noqa: Y015
@@ -479,10 +483,13 @@ class RouterStatusReply(_message.Message):
     SUSPECTED_WRITERS_FIELD_NUMBER: _builtins.int
     ERRORS_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_EXPIRES_FIELD_NUMBER: _builtins.int
     num_under_way: _builtins.int
     """HTTP exchanges"""
     num_waiting: _builtins.int
     """requests that wait to be computed"""
+    certificate_expires: _builtins.int
+    """of the router's, in seconds since the epoch; 0: it shows none"""
     @_builtins.property
     def suspected_writers(self) -> _containers.RepeatedCompositeFieldContainer[Global___SuspectedWriter]:
         """Writers to be killed on their nodes, because decode workers wait for their ends. Each of them is in every reply for
@@ -503,10 +510,11 @@ class RouterStatusReply(_message.Message):
         suspected_writers: _abc.Iterable[Global___SuspectedWriter] | None = ...,
         errors: _common_pb2.RequestErrors | None = ...,
         load: Global___RequestLoad | None = ...,
+        certificate_expires: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["errors", b"errors", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["errors", b"errors", "load", b"load", "num_under_way", b"num_under_way", "num_waiting", b"num_waiting", "suspected_writers", b"suspected_writers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate_expires", b"certificate_expires", "errors", b"errors", "load", b"load", "num_under_way", b"num_under_way", "num_waiting", b"num_waiting", "suspected_writers", b"suspected_writers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

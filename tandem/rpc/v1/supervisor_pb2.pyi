@@ -264,6 +264,7 @@ class ClusterRouter(_message.Message):
     LEAVING_FIELD_NUMBER: _builtins.int
     RETRY_IN_S_FIELD_NUMBER: _builtins.int
     BUILD_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_EXPIRES_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     """"starting", "ready", "draining", "stopping", "failed" """
     url: _builtins.str
@@ -285,6 +286,8 @@ class ClusterRouter(_message.Message):
     """it is not replaced when it ends"""
     retry_in_s: _builtins.float
     """seconds until it is started again; 0 unless it waits for that"""
+    certificate_expires: _builtins.int
+    """in seconds since the epoch, as of its last heartbeat; 0: it shows none"""
     @_builtins.property
     def last_error(self) -> _common_pb2.Error: ...
     @_builtins.property
@@ -311,10 +314,11 @@ class ClusterRouter(_message.Message):
         leaving: _builtins.bool = ...,
         retry_in_s: _builtins.float = ...,
         build: Global___Build | None = ...,
+        certificate_expires: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "errors", b"errors", "last_error", b"last_error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "control_address", b"control_address", "detail", b"detail", "errors", b"errors", "failures", b"failures", "incarnation", b"incarnation", "last_error", b"last_error", "leaving", b"leaving", "name", b"name", "node", b"node", "num_under_way", b"num_under_way", "pid", b"pid", "retry_in_s", b"retry_in_s", "state", b"state", "url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "certificate_expires", b"certificate_expires", "control_address", b"control_address", "detail", b"detail", "errors", b"errors", "failures", b"failures", "incarnation", b"incarnation", "last_error", b"last_error", "leaving", b"leaving", "name", b"name", "node", b"node", "num_under_way", b"num_under_way", "pid", b"pid", "retry_in_s", b"retry_in_s", "state", b"state", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -341,6 +345,7 @@ class Cluster(_message.Message):
     WANTED_ROUTERS_FIELD_NUMBER: _builtins.int
     BUILD_FIELD_NUMBER: _builtins.int
     BUILD_NOTE_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_EXPIRES_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """of the Tandem package"""
     model: _builtins.str
@@ -360,6 +365,8 @@ class Cluster(_message.Message):
     wanted_routers: _builtins.int
     build_note: _builtins.str
     """why the last upgrade was taken back; empty where it was not"""
+    certificate_expires: _builtins.int
+    """of the supervisor's, in seconds since the epoch; 0: it shows none"""
     @_builtins.property
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Pool]: ...
     @_builtins.property
@@ -392,10 +399,11 @@ class Cluster(_message.Message):
         wanted_routers: _builtins.int = ...,
         build: Global___Build | None = ...,
         build_note: _builtins.str = ...,
+        certificate_expires: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "router", b"router"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "build_note", b"build_note", "log_directory", b"log_directory", "membership_version", b"membership_version", "model", b"model", "pid", b"pid", "pools", b"pools", "ray_address", b"ray_address", "router", b"router", "routers", b"routers", "settled", b"settled", "stopping", b"stopping", "version", b"version", "wanted_routers", b"wanted_routers", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "build_note", b"build_note", "certificate_expires", b"certificate_expires", "log_directory", b"log_directory", "membership_version", b"membership_version", "model", b"model", "pid", b"pid", "pools", b"pools", "ray_address", b"ray_address", "router", b"router", "routers", b"routers", "settled", b"settled", "stopping", b"stopping", "version", b"version", "wanted_routers", b"wanted_routers", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

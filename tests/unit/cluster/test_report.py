@@ -8,6 +8,7 @@ from tandem.cluster.serve.report import (
     ClusterNews,
     Reporter,
     RequestNews,
+    certificate_line,
     cluster_table,
     link_lines,
     network_line,
@@ -140,3 +141,17 @@ def test_why_a_pool_has_its_size_is_told_with_its_figures_and_its_last_changes()
         "decode: 3, fixed; `tandem scale --decode MIN:MAX` lets it follow its load",
     ]
     assert pools_line(cluster) == "prefill 2/2 ready (1 to 4 by its load), decode 3/3 ready"
+
+
+def test_certificates_that_end_soon_are_told_with_the_processes_that_have_read_them() -> None:
+    now_s, day_s = 1_800_000_000, 86400
+    one, other = worker_of("prefill-0"), worker_of("decode-0")
+    cluster = supervisor_pb2.Cluster(workers=[one, other])
+    assert certificate_line(cluster, now_s) == "", "none is shown"
+    cluster.workers[0].load.certificate_expires = now_s + 31 * day_s
+    assert certificate_line(cluster, now_s) == ""
+    cluster.routers.add(name="router-0", certificate_expires=now_s + 12 * day_s)
+    cluster.certificate_expires = now_s + 29 * day_s
+    assert certificate_line(cluster, now_s).startswith("certificates of supervisor, router-0 end in 12 days: ")
+    cluster.workers[1].load.certificate_expires = now_s - day_s
+    assert certificate_line(cluster, now_s).startswith("certificates of supervisor, decode-0, router-0 have ended: ")

@@ -219,7 +219,6 @@ def test_tokens_that_part_reasoning_from_the_answer_have_no_place_in_it(tmp_path
          {"type": "json_schema", "name": "schema", "schema": WEATHER}),
     ],
 )  # fmt: skip
-@pytest.mark.processes
 def test_the_form_that_was_obeyed_is_told(site: Site, asked: dict[str, Any], told: dict[str, Any]) -> None:
     body = site.post("/v1/responses", input="Hi", text=asked).json()
     assert body["text"] == {"format": told, "verbosity": "medium"}

@@ -7,6 +7,7 @@ import gc
 import math
 import socket
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -19,7 +20,7 @@ from router.request.events import Event, WorkerLost
 from router.request.mailbox import Mailbox
 from router.workers.gauges import RouterGauges
 from router.workers.registry import WorkerRegistry
-from router.workers.session import WorkerSession
+from router.workers.session import SessionState, WorkerSession
 from tandem.core.clock import VirtualClock
 from tandem.core.identity import WorkerKey
 from tandem.core.metrics import RouterMetrics
@@ -123,6 +124,29 @@ def test_a_broken_link_is_known_until_prefill_says_that_it_is_up() -> None:
     assert not registry.snapshot().links[pair].is_broken
 
 
+def test_the_ends_of_certificates_are_exported_of_those_that_show_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics, clock = RouterMetrics(), VirtualClock()
+    registry = WorkerRegistry(lease_s=1.0, metrics=metrics)
+    told = Membership(version=1, certificate_expires=2_000_000_000)
+    registry.apply(told)
+    open_ones = [
+        SimpleNamespace(
+            state=SessionState.OPEN,
+            key=WorkerKey(f"decode-{number}", "1"),
+            role="decode",
+            status=WorkerStatus(certificate_expires=expires),
+        )
+        for number, expires in enumerate((2_000_000_001, 0))
+    ]
+    monkeypatch.setattr(registry, "sessions", lambda: open_ones)
+    gauges = RouterGauges(registry, Admission(1, clock), RetryBudget(0.0, 1, clock), RoleGuard(), "router-0")
+    (family,) = [each for each in gauges.collect() if each.name.startswith("tandem_certificate")]
+    assert {(sample.labels["process"], sample.labels["role"], sample.value) for sample in family.samples} == {
+        ("supervisor", "supervisor", 2_000_000_000),
+        ("decode-0", "decode", 2_000_000_001),
+    }
+
+
 def test_what_a_handoff_took_is_measured() -> None:
     metrics = RouterMetrics()
     registry = WorkerRegistry(lease_s=1.0, metrics=metrics)
@@ -136,7 +160,9 @@ def test_what_a_handoff_took_is_measured() -> None:
 def test_what_prefill_workers_say_of_their_links_is_in_the_snapshot_and_the_metrics() -> None:
     metrics, clock = RouterMetrics(), VirtualClock()
     registry = WorkerRegistry(lease_s=1.0, metrics=metrics)
-    metrics.registry.register(RouterGauges(registry, Admission(1, clock), RetryBudget(0.0, 1, clock), RoleGuard()))
+    metrics.registry.register(
+        RouterGauges(registry, Admission(1, clock), RetryBudget(0.0, 1, clock), RoleGuard(), "router-0")
+    )
     prefill = WorkerKey("prefill-0", "1")
     sessions = [
         WorkerSession(member, lease_s=1.0, observer=registry)
@@ -244,7 +270,7 @@ def num_calls() -> int:
 def test_calls_that_the_control_service_refused_are_counted() -> None:
     guard, metrics, clock = RoleGuard(), RouterMetrics(), VirtualClock()
     registry = WorkerRegistry(lease_s=1.0, metrics=metrics)
-    gauges = RouterGauges(registry, Admission(1, clock), RetryBudget(0.0, 1, clock), guard)
+    gauges = RouterGauges(registry, Admission(1, clock), RetryBudget(0.0, 1, clock), guard, "router-0")
     metrics.registry.register(gauges)
     guard.num_denied["/tandem.v1.RouterControl/DrainRouter", PeerRole.PREFILL] += 2
     guard.num_denied["/tandem.v1.RouterControl/DrainRouter", None] += 1

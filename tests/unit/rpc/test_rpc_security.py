@@ -189,6 +189,12 @@ async def test_nothing_leaves_loopback_before_anybody_has_decided() -> None:
     assert bind(make_server(), LOOPBACK, 0) > 0
 
 
+def test_the_end_of_a_certificate_is_told_where_it_is_shown(certificates: Path) -> None:
+    shown = Security(SecurityConfig("on", str(certificates)), PeerRole.DECODE, LOOPBACK)
+    assert shown.certificate_expires == shown.identity.expires.timestamp()
+    assert Security(SecurityConfig("auto", str(certificates)), PeerRole.DECODE, LOOPBACK).certificate_expires == 0
+
+
 async def test_a_port_that_is_taken_is_named() -> None:
     with socket.create_server((LOOPBACK, 0)) as other:
         port = other.getsockname()[1]

@@ -59,9 +59,17 @@ class Response:
         return self._framed([{"type": f"response.{response['status']}", "response": response}])
 
     def failure(self, error: TandemError) -> bytes:
-        told = {"code": _error_code(error), "message": error.message, "type": error.code}
+        """The item that the failure cut off has what was given of it."""
+        told = {
+            "code": _error_code(error),
+            "message": error.message,
+            "type": error.code,
+            "request_id": self._setting.request_id,
+            "retryable": error.retryable,
+        }
+        cut = list(self._output.break_off())
         response = {**self._base, "status": "failed", "output": self._output.items, "usage": None, "error": told}
-        return self._framed([{"type": "response.failed", "response": response}])
+        return self._framed([*cut, {"type": "response.failed", "response": response}])
 
     # -- inside
 

@@ -53,7 +53,11 @@ _RESPONSE: Schema = {
         "model": _TEXT,
         "output": _list(_ITEM),
         "usage": nullable(_USAGE),
-        "error": nullable(object_of({"code": _TEXT, "message": _TEXT, "type": _TEXT})),
+        "error": nullable(
+            object_of(
+                {"code": _TEXT, "message": _TEXT, "type": _TEXT, "request_id": _TEXT, "retryable": {"type": "boolean"}}
+            )
+        ),
         "incomplete_details": nullable(object_of({"reason": {"const": "max_output_tokens"}})),
         "tools": _list(_OBJECT),
         "store": {"const": False},

@@ -37,6 +37,10 @@ class Output:
             yield from self._begin(_MESSAGE)
         yield from self._close(status)
 
+    def break_off(self) -> Iterator[Event]:
+        """Nothing follows, as the answer has failed."""
+        yield from self._close("incomplete")
+
     def _begin(self, kind: _TextKind) -> Iterator[Event]:
         index = len(self.items)
         item = {"id": f"{kind.prefix}_{self._request_id}_{index}", "type": kind.item, "status": "in_progress"}

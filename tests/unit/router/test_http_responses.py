@@ -12,6 +12,7 @@ import pytest
 from openai.types.responses import Response, ResponseFunctionToolCall, ResponseOutputMessage, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
+from tandem.core import config as configuration
 from tests.support.router_site import EOS, Site, in_background
 from tests.support.scripted_worker import ScriptedDecode
 from tests.support.tool_site import ARGUMENTS, CALL, TOOL_TEMPLATE, WEATHER, opened_tool_site, prompt_of, says
@@ -232,10 +233,40 @@ def test_a_stream_that_fails_says_so_in_the_clients_terms(site: Site) -> None:
     finally:
         site.decode.held_back.set()
     assert told[-1]["type"] == "response.failed"
-    assert (told[-1]["response"]["error"]["code"], told[-1]["response"]["error"]["type"]) == (
-        "server_error",
-        "deadline",
-    )
+    error = told[-1]["response"]["error"]
+    assert (error["code"], error["type"], error["retryable"]) == ("server_error", "deadline", False)
+    assert error["message"] == "the deadline of 0.3 s passed"
+    assert error["request_id"] in told[-1]["response"]["id"]
+
+
+def test_a_stream_that_breaks_ends_with_what_was_given_and_whether_to_try_again(site: Site) -> None:
+    site.decode.held_back.clear()
+    try:
+        before, lines = site.decode.count("reserve"), list[str]()
+        body = {"model": "toy", "input": "Hi", "stream": True, "max_output_tokens": 20}
+        with site.http() as client, client.stream("POST", "/v1/responses", json=body) as response:
+            ahead = response.iter_lines()
+            for line in ahead:
+                lines.append(line)
+                if "text.delta" in line:
+                    break
+            for number in range(1, configuration.load(None, {}).limits.max_attempts + 1):
+                reserve = site.decode.wait_for("reserve", before + number)
+                site.decode.fail(reserve.request_id, reserve.attempt, "worker_lost", retryable=True)
+            lines += ahead
+        told = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+    finally:
+        site.decode.held_back.set()
+    failed, given = told[-1]["response"], [each["delta"] for each in told if each["type"].endswith("text.delta")]
+    assert given
+    (item,) = failed["output"]
+    assert (item["status"], [part["text"] for part in item["content"]]) == ("incomplete", ["".join(given)])
+    assert [each["type"] for each in told[-2:]] == ["response.output_item.done", "response.failed"]
+    error = failed["error"]
+    assert (error["type"], error["retryable"]) == ("worker_lost", True)
+    assert error["message"]
+    for each in told:
+        TypeAdapter(ResponseStreamEvent).validate_python(each)
 
 
 @pytest.mark.processes

@@ -21,6 +21,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+_KEY_BYTES = hashlib.sha256().digest_size
+
 
 class PageState(Enum):
     FREE = "free"
@@ -126,6 +128,12 @@ def private_page_keys(
     return keys
 
 
+def windowed_key(key: bytes, group: int) -> bytes:
+    """The key of a page for layers with a window, where the page for those that see all has `key`: the `group`th of
+    that place, see `tandem.core.layer_groups`."""
+    return key + bytes((group,))
+
+
 #: The pages of one sequence in the order of its tokens, int32: grows in place, and numpy copies it without a walk.
 PageTable = array
 
@@ -168,7 +176,8 @@ class PagePool:
         # By page: the number of its last `publish`, which no other has.
         self._entry: list[int] = [0] * num_pages
         self._num_entries = 0
-        # Keys that came or went since `take_changes`, and whether they are held now; `None`: nobody takes them.
+        # Keys that came or went since `take_changes`, and whether they are held now; `None`: nobody takes them. Those
+        # of `windowed_key` are not among them: who looks for a beginning looks for the others.
         self._changed: dict[bytes, bool] | None = None
         self._num = dict.fromkeys(PageState, 0)
         self._num[PageState.FREE] = num_pages
@@ -302,7 +311,7 @@ class PagePool:
 
     def note_changes(self) -> None:
         """From now on somebody takes what changes (`take_changes`)."""
-        self._changed = dict.fromkeys(self._page_of, True)
+        self._changed = {key: True for key in self._page_of if len(key) <= _KEY_BYTES}
 
     def take_changes(self) -> CacheChange | None:
         """Which keys came and went since the last call; `None`: none did, or nobody notes them."""
@@ -316,7 +325,7 @@ class PagePool:
         )
 
     def _note(self, key: bytes, *, is_held: bool) -> None:
-        if self._changed is not None:
+        if self._changed is not None and len(key) <= _KEY_BYTES:
             self._changed[key] = is_held
 
     # -- giving pages back

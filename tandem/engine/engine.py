@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 from tandem.core.errors import ConfigError
 from tandem.core.model_path import tensors_dtype
+from tandem.core.pages import page_table
 from tandem.core.pooling import Pooling, read_pooling
 from tandem.core.version import version
 from tandem.core.windows import Windows, kept_windows
@@ -23,6 +25,7 @@ from tandem.engine.cuda.decode_step import DecodeBackend
 from tandem.engine.cuda.graphs import CudaCapture, DecodeGraphs
 from tandem.engine.fuse.small_model import has_sinks
 from tandem.engine.kernels import DecodeSteps, Kernels, SharedWeights, TakeDigests
+from tandem.engine.layer_places import LayerPlaces, layer_places
 from tandem.engine.layout import KVLayout
 from tandem.engine.loader import Types
 from tandem.engine.paged_model import PagedModel
@@ -57,7 +60,10 @@ class Engine:
         max_context: greatest number of tokens of a sequence, prompt and output.
         windows: of its layers.
         window: a token sees so many tokens at most in every layer, itself included; 0: all, in some layer. Pages
-            wholly behind that may be another's, if they are of the arena.
+            wholly behind that may be another's, if they are of the arena. Of a mixed model: in layers with a window.
+        places: of a mixed model (`tandem.core.layer_groups`), where its layers have their pages; `None`: it is none, or
+            keeps all its pages.
+        num_windowed: of a mixed model the pages of a place for layers with a window; else 0.
         weights_sha256: of all that shapes KV; workers that differ in it must not share pages.
         types: of weights, and of what is computed; that of KV in the pages is the layout's.
         shared: the memory in which other processes have the weights too; `None`: these are its own.
@@ -81,17 +87,21 @@ class Engine:
         pooling: Pooling | None = None,
         types: Types | None = None,
         weight_register: Path | None = None,
+        places: LayerPlaces | None = None,
     ) -> None:
         """`make_arena` is called when the weights are as they stay: what was needed on the way there is free again.
         `backend` is of `kernels`. `types` are by default all that of the layout. `weight_register`: as of `load`.
+        `layout` has all layers of the model; with `places` it is mixed, and the arena has as many as these say.
         """
-        self.layout = layout
+        self.layout = _layout_of_pages(layout, places)
+        self.places = places
         self.pooling = pooling
         self.vocab_size = loader.vocab_size_of(model)
         self.eos_token_ids = eos_token_ids
         self.max_context = max_context
         self.windows = loader.windows_of(model.config)
-        self.window = _window(self.windows, max_context, model.device)
+        self.window = _window(self.windows, max_context, model.device) if places is None else places.window
+        self.num_windowed = places.num_windowed if places is not None else 0
         self.types = types = types or Types.all_of(layout.dtype)
         self.weights_sha256 = loader.weights_sha256(model, types)
         self.attention = backend.name
@@ -119,8 +129,9 @@ class Engine:
             self.vocab_size,
             max_context,
             num_pages=self.num_pages,
-            window=self.window,
+            window=0 if places is not None else self.window,
             decoder=self._decoder,
+            places=places,
         )
         self._decode: DecodeSteps | None = kernels.decode_steps(self._paged, backend)
 
@@ -141,6 +152,7 @@ class Engine:
         weight_register: Path | None = None,
         kernels: str = "auto",
         probe: bool = True,
+        mixed: bool = False,
     ) -> Engine:
         """Load a checkpoint and make its arena.
 
@@ -159,6 +171,8 @@ class Engine:
                 keep one copy of them in memory; `None`: this one has its own.
             kernels: "auto": those made for the device; "torch": operations of torch alone.
             probe: whether to refuse architectures that paged batches would change.
+            mixed: whether a model of which some layers have a window, and some see all, has pages for each kind, on a
+                CPU: then its sequences have two tables. Else they have one, and keep all pages.
 
         Raises:
             ModelLoadError: the directory is no checkpoint, or weights are missing.
@@ -191,12 +205,15 @@ class Engine:
         if rope := settle_rope(model, context):
             _log.info("%s: %s", model_dir, rope)
         num_scratch = int(_has_scratch_page(backend, target))
+        # A GPU's captured decode steps have one block table for all layers.
+        places = layer_places(config, context) if mixed and target.type == "cpu" else None
+        of_pages = _layout_of_pages(layout, places)
 
         def make_arena() -> KVArena:
-            return KVArena(layout, _count_pages(layout, num_pages, kv_bytes, target, num_scratch), target)
+            return KVArena(of_pages, _count_pages(of_pages, num_pages, kv_bytes, target, num_scratch), target)
 
         eos = loader.eos_of(model_dir, config)
-        engine = cls(model, layout, make_arena, backend, eos, context, own, pooling, types, weight_register)
+        engine = cls(model, layout, make_arena, backend, eos, context, own, pooling, types, weight_register, places)
         _log.info(
             "loaded %s as %s (weights %s, products of %s) on %s: %d pages of %d slots in %s (%d bytes), %s attention, "
             "%s linear layers, fused: %s; %d threads%s",
@@ -259,19 +276,33 @@ class Engine:
         prompt = min(self.max_context - 1, 2 * page_size)
         if prompt < 1:
             return
-        scratch = KVArena(self.layout, 2 * self.layout.num_pages_for(prompt + 1), self.arena.device)
-        half = scratch.num_pages // 2
-        first, second = range(half), range(half, 2 * half)
+        num_places, num_of_each = self.layout.num_pages_for(prompt + 1), 1 + self.num_windowed
+        half = num_places * num_of_each
+        scratch = KVArena(self.layout, 2 * half, self.arena.device)
         paged = PagedModel(
-            self._model, scratch, self._backend, self.vocab_size, self.max_context, decoder=self._decoder
+            self._model,
+            scratch,
+            self._backend,
+            self.vocab_size,
+            self.max_context,
+            decoder=self._decoder,
+            places=self.places,
         )
-        chunk = SequenceInput([0] * prompt, 0, first)
-        paged.forward([chunk, SequenceInput([0], 0, second)])
-        paged.forward([SequenceInput([0], prompt, first), SequenceInput([0], 1, second)])
+
+        def inputs(num_tokens: int, start: int, begin: int) -> SequenceInput:
+            pages, windowed = range(begin, begin + num_places), page_table(range(begin + num_places, begin + half))
+            return SequenceInput([0] * num_tokens, start, pages, windowed=windowed)
+
+        paged.forward([inputs(prompt, 0, 0), inputs(1, 0, half)])
+        paged.forward([inputs(1, prompt, 0), inputs(1, 1, half)])
         if self._has_scratch_page and max_num_seqs:
             self._decode = DecodeGraphs(
                 self._paged, max_num_seqs=max_num_seqs, scratch_page=self.num_pages, capture=CudaCapture()
             )
+
+
+def _layout_of_pages(layout: KVLayout, places: LayerPlaces | None) -> KVLayout:
+    return layout if places is None else replace(layout, num_layers=places.num_layers)
 
 
 def _tensors_dtype(model_dir: Path, kernels: Kernels) -> str:

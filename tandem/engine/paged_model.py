@@ -15,6 +15,7 @@ from tandem.engine.arena import KVArena
 from tandem.engine.attention.interface import AttentionBackend, ForwardContext, current_forward
 from tandem.engine.batch import PagedBatch, SequenceInput, build_batch, check_pages, check_sequence
 from tandem.engine.device import current
+from tandem.engine.layer_places import LayerPlaces
 
 LayerCallback = Callable[[int], None]
 
@@ -41,8 +42,10 @@ class PagedModel:
         num_pages: int | None = None,
         window: int = 0,
         decoder: Decoder | None = None,
+        places: LayerPlaces | None = None,
     ) -> None:
-        """Sequences may have the pages `[0, num_pages)`, by default all of the arena. `window`: as of `Engine`.
+        """Sequences may have the pages `[0, num_pages)`, by default all of the arena. `window`: as of `Engine`, 0 for a
+        mixed model; that has `places`.
 
         `decoder` is to compute the logits in the model's place.
         """
@@ -54,6 +57,8 @@ class PagedModel:
         self.num_pages = arena.num_pages if num_pages is None else num_pages
         self.window = window
         self.decoder = decoder
+        self.places = places
+        self._num_windowed = places.num_windowed if places is not None else 0
         # Models differ in what they do after the last layer (head bias, soft capping, scaling): all of it is theirs,
         # on the rows that are asked for.
         self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -68,7 +73,8 @@ class PagedModel:
         """Compute all `sequences` in one batch; see `Engine.forward`."""
         self.check(sequences)
         with current(self.arena.device):
-            batch = build_batch(sequences, self.arena.layout.page_size, self.arena.device)
+            page_size, device = self.arena.layout.page_size, self.arena.device
+            batch = build_batch(sequences, page_size, device, self.places, self.num_pages)
             check_pages(batch.block_tables, self.num_pages)
             return self.compute(batch, on_layer).float()
 
@@ -77,12 +83,16 @@ class PagedModel:
         if not sequences:
             raise ValueError("an empty batch")
         for sequence in sequences:
-            check_sequence(sequence, self.arena.layout, self.num_pages, self.vocab_size, self.max_context)
+            check_sequence(
+                sequence, self.arena.layout, self.num_pages, self.vocab_size, self.max_context, self._num_windowed
+            )
 
     def compute(self, batch: PagedBatch, on_layer: LayerCallback | None = None) -> torch.Tensor:
         """Compute a batch that is checked and laid out; `[logit_rows, vocab]` in the model's type or float32."""
+        if on_layer is not None and self.places is not None:
+            on_layer = self.places.completed(on_layer)
         notifier = _notifier(on_layer, self.arena.device)
-        context = ForwardContext(batch, self.arena, self.backend, notifier)
+        context = ForwardContext(batch, self.arena, self.backend, notifier, places=self.places)
         token = current_forward.set(context)
         try:
             with torch.inference_mode():
@@ -94,7 +104,7 @@ class PagedModel:
             current_forward.reset(token)
         if isinstance(notifier, _DeviceLayers):
             notifier.finish()
-        self._check_layers(context.layers)
+        self._check_layers(context)
         return logits
 
     def _logits(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -106,9 +116,9 @@ class PagedModel:
             logits = output.logits[0][rows]
         return logits
 
-    def _check_layers(self, seen: list[int]) -> None:
+    def _check_layers(self, context: ForwardContext) -> None:
         # A layer that never came keeps no KV here: whatever it remembers is not in the pages.
-        missing = sorted(set(range(self.arena.layout.num_layers)) - set(seen))
+        missing = sorted(set(range(context.num_layers)) - set(context.layers))
         if missing:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__}: layers {missing} do not use the attention interface"

@@ -38,7 +38,8 @@ class ModelSpec:
     intermediate: int = 128
     vocab: int = 320
     max_positions: int = 1024
-    sliding_window: int | None = None  # mistral: all layers; qwen2, qwen3, gemma2: every other layer
+    sliding_window: int | None = None  # mistral: all layers; qwen2, qwen3, gemma2: see `full_every`
+    full_every: int = 2  # one layer of so many sees all; gemma2: of two
     tie: bool = False  # output weights are the embeddings; random ones then mostly repeat the last token
     std: float = 0.2
     seed: int = 0
@@ -83,7 +84,8 @@ def _window_options(spec: ModelSpec) -> dict[str, Any]:
     if window is None:
         return {}
     if spec.arch in ("qwen2", "qwen3"):
-        kinds = ["sliding_attention" if layer % 2 == 0 else "full_attention" for layer in range(spec.layers)]
+        is_full = [layer % spec.full_every == spec.full_every - 1 for layer in range(spec.layers)]
+        kinds = ["full_attention" if full else "sliding_attention" for full in is_full]
         return {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
     raise ValueError(f"{spec.arch} has no sliding window")
 

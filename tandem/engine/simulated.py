@@ -76,6 +76,7 @@ class SimulatedEngine:
         self.eos_token_ids = loader.eos_of(model_dir, config)
         self.max_context = loader.context_of(config, max_context)
         self.window = spec.kept_window if spec.kept_window < self.max_context else 0
+        self.num_windowed = 0
         self.types = Types.all_of(self.layout.dtype)
         # Both roles read one file; whose times differ must not share a cluster by mistake.
         shape = repr((replace(spec, prefill=spec.decode), self.vocab_size, self.max_context))

@@ -18,6 +18,7 @@ from tandem.core.errors import UnsupportedModelError
 from tandem.engine.arena import KVArena
 from tandem.engine.attention.reference import AttentionParams
 from tandem.engine.batch import PagedBatch
+from tandem.engine.layer_places import LayerPlaces
 
 #: The name under which the function is registered. No mask is registered beside it: `transformers` then builds none.
 ATTENTION_NAME = "tandem_paged"
@@ -60,6 +61,28 @@ class ForwardContext:
     backend: AttentionBackend
     layer_written: Callable[[int], None] | None = None
     layers: list[int] = field(default_factory=list)  # the layers that have called, in order
+    places: LayerPlaces | None = None  # of a mixed model
+
+    @property
+    def num_layers(self) -> int:
+        """Of the model."""
+        return self.arena.layout.num_layers if self.places is None else len(self.places.of)
+
+    def at(self, layer: int, params: AttentionParams) -> tuple[PagedBatch, int]:
+        """The batch with the pages of this layer of the model, and which layer of the arena is its own.
+
+        Raises `UnsupportedModelError` where it would see pages that may be another's.
+        """
+        if self.places is None:
+            return self.batch, layer
+        group, place = self.places.of[layer]
+        if not group:
+            return self.batch, place
+        if not 0 < params.window <= self.places.window:
+            raise UnsupportedModelError(
+                f"layer {layer} sees {params.window or 'all'} tokens, and the config says {self.places.window}"
+            )
+        return self.batch.windowed[group - 1], place
 
 
 #: The forward that runs in this thread. A context variable, so that engines in several threads do not meet.
@@ -89,15 +112,15 @@ def paged_attention(
     context = current_forward.get()
     layer = begin_layer(context, module, attention_mask, dropout, is_causal, kwargs)
     _refuse_shapes(module, query, key, value, context)
-    batch, arena = context.batch, context.arena
-    place = (batch.write_pages, batch.write_slots)
-    arena.write(layer, place, key[0].transpose(0, 1), value[0].transpose(0, 1))
     params = AttentionParams(
         scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window=int(sliding_window) if sliding_window else 0,
         softcap=float(softcap) if softcap else 0.0,
         sinks=_sinks(module, query.shape[1], s_aux),
     )
+    batch, in_arena = context.at(layer, params)
+    place = (batch.write_pages, batch.write_slots)
+    context.arena.write(in_arena, place, key[0].transpose(0, 1), value[0].transpose(0, 1))
     return attend_written(context, layer, query[0].transpose(0, 1), params)[None], None
 
 
@@ -131,12 +154,13 @@ def attend_written(context: ForwardContext, layer: int, query: torch.Tensor, par
     """Tell the caller that K and V of `layer` are in the arena, and attend; `query` as for `AttentionBackend`."""
     if context.layer_written is not None:
         context.layer_written(layer)
-    return context.backend.attend(context.batch, context.arena, layer, query, params)
+    batch, in_arena = context.at(layer, params)
+    return context.backend.attend(batch, context.arena, in_arena, query, params)
 
 
 def _layer_of(module: torch.nn.Module, context: ForwardContext) -> int:
     layer = getattr(module, "layer_idx", None)
-    if not isinstance(layer, int) or not 0 <= layer < context.arena.layout.num_layers:
+    if not isinstance(layer, int) or not 0 <= layer < context.num_layers:
         raise UnsupportedModelError(f"{type(module).__name__} has no usable layer index ({layer!r})")
     if layer in context.layers:
         raise UnsupportedModelError(f"{type(module).__name__} attends twice in layer {layer}")

@@ -51,9 +51,10 @@ class CPUAttention:
     ) -> bytes:
         """`attend` by address, for `run` with `num_threads`."""
         if not batch.plan:
-            spans = ((s.index, s.row, s.num_rows, s.start) for s in batch.sequences)
-            group = num_heads // arena.layout.num_kv_heads
-            batch.plan = self.plan(Reads(batch.block_tables, row_blocks(spans, group)))
+            if "blocks" not in batch.shared:
+                spans = ((s.index, s.row, s.num_rows, s.start) for s in batch.sequences)
+                batch.shared["blocks"] = row_blocks(spans, num_heads // arena.layout.num_kv_heads)
+            batch.plan = self.plan(Reads(batch.block_tables, batch.shared["blocks"]))
         reads = batch.plan["reads"]
         pages = arena.layer(layer).data_ptr()
         return attend_call(reads, arena.layout, pages, params, num_heads, query, output, num_threads)

@@ -14,12 +14,21 @@ import numpy as np
 import torch
 
 from tandem.engine.attention.interface import ForwardContext, current_forward
-from tandem.engine.batch import PagedBatch, SequenceInput, check_pages, fill_tables, is_decode_step
+from tandem.engine.batch import (
+    PagedBatch,
+    SequenceInput,
+    check_pages,
+    fill_tables,
+    fill_windowed_tables,
+    is_decode_step,
+    with_pages,
+)
 from tandem.engine.cpu.attention import CPUAttention
 from tandem.engine.cpu.attention_kernel import Reads
 from tandem.engine.cpu.decoder import FusedDecoder, PreparedForward
 from tandem.engine.cpu.layer_kernels import ROWS_FOR_THREADS
 from tandem.engine.cpu.lending import threads_now
+from tandem.engine.layer_places import LayerPlaces
 from tandem.engine.paged_model import PagedModel
 
 
@@ -40,7 +49,7 @@ class DecodePrograms:
         self._attention = attention
         arena = paged.arena
         width = paged.table_width
-        self._inputs = _FixedInputs(ROWS_FOR_THREADS - 1, width, arena.layout.page_size, paged.num_pages)
+        self._inputs = _FixedInputs(ROWS_FOR_THREADS - 1, width, arena.layout.page_size, paged.num_pages, paged.places)
         # By numbers of sequences and of threads.
         self._prepared: dict[tuple[int, int], PreparedForward] = {}
 
@@ -64,8 +73,9 @@ class DecodePrograms:
         return self._decoder.repeat(prepared)
 
     def _prepare(self, num_rows: int, num_threads: int) -> PreparedForward:
-        batch = self._inputs.batch(num_rows)
-        token = current_forward.set(ForwardContext(batch, self._paged.arena, self._attention))
+        batch, paged = self._inputs.batch(num_rows), self._paged
+        context = ForwardContext(batch, paged.arena, self._attention, places=paged.places)
+        token = current_forward.set(context)
         try:
             return self._decoder.prepare(batch, num_threads)
         finally:
@@ -78,13 +88,19 @@ class _FixedInputs:
     Args:
         width: pages of the longest sequence.
         num_pages: sequences may have the pages before this one.
+        places: of a mixed model.
     """
 
-    def __init__(self, max_rows: int, width: int, page_size: int, num_pages: int) -> None:
+    def __init__(
+        self, max_rows: int, width: int, page_size: int, num_pages: int, places: LayerPlaces | None = None
+    ) -> None:
         self.max_rows = max_rows
         self._page_size = page_size
         self._num_pages = num_pages
         self._tables = np.zeros((max_rows, width), dtype=np.int32)
+        self._window, num_windowed = (places.window, places.num_windowed) if places is not None else (0, 0)
+        self._windowed_tables = np.zeros((num_windowed, max_rows, width), dtype=np.int32)
+        self._windowed_pages = np.zeros((num_windowed, max_rows), dtype=np.int64)
         # Tokens, positions, and the pages and slots that are written to.
         self._columns = np.zeros((4, max_rows), dtype=np.int64)
         rows = np.arange(max_rows)
@@ -103,6 +119,10 @@ class _FixedInputs:
             pages.append(sequence.pages[last])
             slots.append(slot)
         num_rows = len(sequences)
+        if len(self._windowed_tables):
+            fill_windowed_tables(self._windowed_tables, sequences, self._page_size, self._window, self._num_pages)
+            newest = np.array(positions) // self._page_size
+            self._windowed_pages[:, :num_rows] = self._windowed_tables[:, np.arange(num_rows), newest]
         self._columns[:, :num_rows] = tokens, positions, pages, slots
         self._blocks[:num_rows, 3] = positions
 
@@ -110,7 +130,7 @@ class _FixedInputs:
         """The first rows, over this memory."""
         tokens, positions, pages, slots = torch.from_numpy(self._columns[:, :num_rows])
         tables = self._tables[:num_rows]
-        return PagedBatch(
+        batch = PagedBatch(
             token_ids=tokens[None],
             positions=positions[None],
             write_pages=pages,
@@ -120,3 +140,8 @@ class _FixedInputs:
             sequences=(),  # what a step holds is known to its arrays alone
             plan=CPUAttention.plan(Reads(tables, self._blocks[:num_rows])),
         )
+        written, wide = torch.from_numpy(self._windowed_pages[:, :num_rows]), self._windowed_tables[:, :num_rows]
+        batch.windowed = with_pages(batch, zip(written, wide, strict=True))
+        for group in batch.windowed:
+            group.plan = CPUAttention.plan(Reads(group.block_tables, self._blocks[:num_rows]))
+        return batch

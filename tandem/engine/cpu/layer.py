@@ -153,8 +153,9 @@ class FusedDecoderLayer(nn.Module):
     def attend(self, context: ForwardContext, backend: CPUAttention, layer: int, num_threads: int) -> bytes:
         """The call from queries to what they attend to."""
         attention, plan = self._parts[1], self._plan
+        batch, in_arena = context.at(layer, attention.params)
         return backend.call(
-            context.batch, context.arena, layer, attention.params, attention.num_heads, plan.query, plan.attended,
+            batch, context.arena, in_arena, attention.params, attention.num_heads, plan.query, plan.attended,
             num_threads,
         )  # fmt: skip
 
@@ -163,7 +164,8 @@ class FusedDecoderLayer(nn.Module):
         attention, plan = self._parts[1], self._plan
         shape = plan.num_rows, attention.num_heads, context.arena.layout.head_dim
         query, attended = (self.workspace.view(place, *shape) for place in (plan.query, plan.attended))
-        attended.copy_(context.backend.attend(context.batch, context.arena, layer, query, attention.params))
+        batch, in_arena = context.at(layer, attention.params)
+        attended.copy_(context.backend.attend(batch, context.arena, in_arena, query, attention.params))
 
     def from_attended(self, x: int | None, output: int | None) -> Iterable[bytes]:
         """Calls from what was attended to the output, or else to the sums."""

@@ -162,10 +162,10 @@ class FusedAttention(nn.Module):
 
     def call(self, context: ForwardContext, layer: int, heads: int, cos: int, sin: int, query: int) -> bytes:
         """Write K and V of `heads`, what `qkv` gives, to the pages, and queries to `query`; by address, for `run`."""
-        batch, arena = context.batch, context.arena
+        (batch, in_arena), arena = context.at(layer, self.params), context.arena
         return PLACE_HEADS[arena.layout.dtype].call(
             batch.num_tokens, heads, self._heads_stride, self.num_heads, self._kv_heads, self._head_dim,
             self._q_norm_at, self._k_norm_at, self._eps, cos, sin, self.rotary_dim, query,
-            arena.layer(layer).data_ptr(), arena.layout.page_size, batch.write_pages.data_ptr(),
+            arena.layer(in_arena).data_ptr(), arena.layout.page_size, batch.write_pages.data_ptr(),
             batch.write_slots.data_ptr(),
         )  # fmt: skip

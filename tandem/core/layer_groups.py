@@ -1,0 +1,145 @@
+"""Which pages a text has where layers differ in what they see. Pure.
+
+A *place* is `page_size` tokens of a text. Where all layers see alike it has one page, with an extent for each layer. In
+a *mixed* model some layers see a window and the others all: there a page holds only as many layers as see all, and a
+place has one page for these and `num_windowed` pages, which are given back behind the window, for the rest:
+
+    layers that see all    [p][p][p][p][p][p][p][p]
+    layers with a window              [p][p][p][p]    each place `num_windowed` pages
+                           `num_hidden`^
+
+All pages have the same size, so one pool holds them all, whatever contexts there are; the idea is that of vLLM's hybrid
+KV cache manager. Where pages of a text stand in one list, they do so place by place: of each its page for the layers
+that see all, then, from place `num_hidden` on, those for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tandem.core.pages import PagePool, PageTable, num_hidden_pages, page_table, pages_for, windowed_key
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroups:
+    """Of one model.
+
+    Attributes:
+        page_size: token slots of a page.
+        window: tokens that a token sees in layers with a window, itself included; 0: all layers see all.
+        num_windowed: pages of a place for the layers with a window, in a mixed model; 0: all layers see alike.
+    """
+
+    page_size: int
+    window: int = 0
+    num_windowed: int = 0
+
+    @property
+    def num_of_place(self) -> int:
+        """Pages of a place, at most."""
+        return 1 + self.num_windowed
+
+    def num_hidden(self, num_computed: int) -> int:
+        """Leading places that no layer with a window sees from token `num_computed` on."""
+        return num_hidden_pages(num_computed, self.page_size, self.window)
+
+    def num_seen(self, num_tokens: int) -> int:
+        """Pages that a token behind so many sees: those that a decode worker needs."""
+        num_places, num_hidden = pages_for(num_tokens, self.page_size), self.num_hidden(num_tokens)
+        if self.num_windowed:
+            return num_places + self.num_windowed * (num_places - num_hidden)
+        return num_places - num_hidden
+
+    def acquire(self, pool: PagePool, keys: Sequence[bytes]) -> tuple[int, list[int]]:
+        """Take a reference on the pages of the longest beginning that is cached as far as the token behind it sees it.
+
+        Args:
+            keys: one for each place, as far as a beginning may be taken.
+
+        Returns:
+            How many places layers with a window do not need of it, and its held pages in one list.
+        """
+        if not self.num_windowed:
+            return pool.acquire_seen(keys, self.window)
+        end = pool.match(keys)
+        while end:
+            first = self.num_hidden(end * self.page_size)
+            missing = next((place for place in range(end - 1, first - 1, -1) if not self._has(pool, keys[place])), None)
+            if missing is None:
+                return first, pool.acquire(self.listed_keys(keys[:end], first))
+            end = missing  # a beginning that ends behind it, and no later than this one, needs it too
+        return 0, []
+
+    def _has(self, pool: PagePool, key: bytes) -> bool:
+        """Whether the pages of a place for the layers with a window are cached."""
+        return all(pool.match((windowed_key(key, group),)) for group in range(self.num_windowed))
+
+    # -- the pages of a handoff, of which the receiver has a beginning
+
+    def index_of(self, place: int, num_hidden: int) -> int:
+        """Pages before `place` as a handoff counts them. Where no layer sees all, pages that nobody sees count too."""
+        return place + self.num_windowed * max(0, place - num_hidden)
+
+    def num_handed_off(self, num_tokens: int) -> int:
+        """As a handoff of a prompt of so many tokens counts its pages."""
+        return self.index_of(pages_for(num_tokens, self.page_size), self.num_hidden(num_tokens))
+
+    def whole_places(self, num_pages: int, num_hidden: int) -> int:
+        """Leading places of which all pages are among the first `num_pages`; the reverse of `index_of`."""
+        if num_pages <= num_hidden:
+            return num_pages
+        return num_hidden + (num_pages - num_hidden) // self.num_of_place
+
+    # -- one list, and tables
+
+    def places_of(self, num_pages: int, num_hidden: int) -> int:
+        """Places of a text of which so many pages are held, behind `num_hidden` places that layers with a window do not
+        see."""
+        return self.whole_places(num_pages if self.num_windowed else num_pages + num_hidden, num_hidden)
+
+    def tables(self, pages: Sequence[int], num_hidden: int, num_places: int) -> tuple[PageTable[int], PageTable[int]]:
+        """Block tables of a text of `num_places` places whose held pages are these, in one list: of the layers that see
+        all, and of those with a window, `num_windowed` for each place; where all see alike, the first one only.
+
+        Pages of layers with a window may be missing at the end. What is given back stands as page 0.
+        """
+        num_windowed = self.num_windowed
+        if not num_windowed:
+            return page_table([0] * num_hidden + list(pages)), page_table()
+        end = num_hidden + (len(pages) - num_places) // num_windowed  # of places with all pages
+        after = num_hidden + (end - num_hidden) * self.num_of_place
+        both = pages[num_hidden:after]
+        windowed = page_table([0]) * (num_hidden * num_windowed)
+        windowed.extend(page for index, page in enumerate(both) if index % self.num_of_place)
+        table = page_table(pages[:num_hidden])
+        table.extend(both[:: self.num_of_place])
+        table.extend(pages[after:])
+        return table, windowed
+
+    def listed(
+        self, pages: PageTable[int], windowed: PageTable[int], num_hidden: int, first: int = 0, last: int | None = None
+    ) -> Sequence[int]:
+        """In one list, the held pages of places `[first, last)`, by default of all; the reverse of `tables`."""
+        last = len(pages) if last is None else last
+        num_windowed = self.num_windowed
+        if not num_windowed:
+            return pages[max(first, num_hidden) : last]
+        listed = list[int](pages[first : max(first, min(num_hidden, last))])
+        begin = max(first, num_hidden)
+        for place, page in enumerate(pages[begin:last], begin):
+            listed.append(page)
+            listed += windowed[place * num_windowed : (place + 1) * num_windowed]
+        return listed
+
+    def listed_keys(self, keys: Sequence[bytes], num_hidden: int, first: int = 0) -> list[bytes]:
+        """Keys of the pages that `listed` gives; `keys` has one for each place, from `first` on."""
+        num_windowed = self.num_windowed
+        if not num_windowed:
+            return list(keys[max(0, num_hidden - first) :])
+        listed = list[bytes]()
+        for place, key in enumerate(keys, first):
+            listed.append(key)
+            if place >= num_hidden:
+                listed += [windowed_key(key, group) for group in range(num_windowed)]
+        return listed

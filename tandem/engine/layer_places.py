@@ -1,0 +1,78 @@
+"""Where the layers of a mixed model have their pages: see `tandem.core.layer_groups` for what a mixed model is.
+
+A page of the arena holds as many layers as see all. Those go to *group* 0, each to a layer of the arena of its own. The
+layers with a window are dealt out in their order, as many to each layer of the arena as a place has pages for them. So
+a layer of the arena is complete, in the pages of all groups, when a block of neighbouring layers of the model is
+computed, and a prompt's pages can be sent layer by layer while the rest computes. Extents that are left over at the
+end stay empty: few, and only of pages that are given back behind the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from transformers import PreTrainedConfig
+
+# What `windowed_key` can tell apart.
+_MOST_WINDOWED = 255
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlaces:
+    """Of a mixed model.
+
+    Attributes:
+        window: tokens that a token sees in the layers with a window, itself included.
+        num_layers: of the arena.
+        num_windowed: pages of a place for the layers with a window.
+        of: by layer of the model, its group and its layer in the arena. Group 0 sees all.
+    """
+
+    window: int
+    num_layers: int
+    num_windowed: int
+    of: tuple[tuple[int, int], ...]
+
+    def completed(self, on_layer: Callable[[int], None]) -> Callable[[int], None]:
+        """What is to hear of each layer of the model that is written, so that `on_layer` hears of each layer of the
+        arena when it is written in the pages of all groups."""
+        missing = [0] * self.num_layers
+        for _, layer in self.of:
+            missing[layer] += 1
+
+        def written(layer: int) -> None:
+            _, place = self.of[layer]
+            missing[place] -= 1
+            if not missing[place]:
+                on_layer(place)
+
+        return written
+
+
+def layer_places(config: PreTrainedConfig, max_context: int) -> LayerPlaces | None:
+    """Of models with this config; `None`: they are not mixed, or nothing is to be gained by it.
+
+    Where fewer layers have a window than see all, a page for them would be half empty.
+    """
+    text = config.get_text_config(decoder=True)
+    kinds = list(getattr(text, "layer_types", None) or ())
+    window = int(getattr(text, "sliding_window", None) or 0)
+    num_all, num_sliding = kinds.count("full_attention"), kinds.count("sliding_attention")
+    is_on = getattr(text, "use_sliding_window", True)  # some keep the kinds of their layers where it is off
+    if not is_on or not 0 < window < max_context or num_all + num_sliding < len(kinds):
+        return None
+    if not 0 < num_all <= num_sliding or len(kinds) != int(text.num_hidden_layers):
+        return None
+    num_windowed = -(-num_sliding // num_all)
+    if num_windowed > _MOST_WINDOWED:
+        return None
+    of, num_seen_all, num_seen = list[tuple[int, int]](), 0, 0
+    for kind in kinds:
+        if kind == "full_attention":
+            of.append((0, num_seen_all))
+            num_seen_all += 1
+        else:
+            of.append((1 + num_seen % num_windowed, num_seen // num_windowed))
+            num_seen += 1
+    return LayerPlaces(window, num_all, num_windowed, tuple(of))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence as SeqOf
 from dataclasses import dataclass, field
-from itertools import chain, repeat
 
 from decode_worker.events import ComputesHere
 from decode_worker.ledger import Attempt
 from tandem.core.errors import InternalError
+from tandem.core.layer_groups import LayerGroups
 from tandem.core.page_keys import PageKeys
-from tandem.core.pages import page_table
+from tandem.core.pages import pages_for
 from tandem.core.sampling import SampleRow, SamplingParams, SequenceState
 from tandem.core.token_ids import TokenIds, token_ids
 from tandem.worker.guide import Guide
@@ -50,10 +50,10 @@ class DecodeJob(Attempt):
         """The choices that have no first token yet."""
         return [c for c in self.going_on if c not in self.journal]
 
-    def begin_prompt(self, page_size: int) -> Sequence:
+    def begin_prompt(self, groups: LayerGroups) -> Sequence:
         """The prompt, computed here once for all choices; see `Prompt`."""
-        pages, num_leading = [*self.cached, *self.pages], self.num_leading
-        sequence = self._make_sequence(0, [], pages, num_leading * page_size, num_leading, self.num_hidden)
+        pages, num_there = [*self.cached, *self.pages], self.num_there
+        sequence = self._make_sequence(groups, 0, [], pages, num_there * groups.page_size, num_there, self.num_hidden)
         sequence.turn = self.turn
         sequence.samples = bool(self.to_sample)
         sequence.scoring = self.scoring
@@ -65,11 +65,17 @@ class DecodeJob(Attempt):
         return sequence
 
     def begin_choice(
-        self, choice: int, output: list[int], pages: Iterable[int], num_published: int, num_hidden: int = 0
+        self,
+        groups: LayerGroups,
+        choice: int,
+        output: list[int],
+        pages: SeqOf[int],
+        num_published: int,
+        num_hidden: int = 0,
     ) -> Sequence:
-        """A choice whose prompt is in `pages`, behind `num_hidden` that it does not see. Of all these the first
-        `num_published` are in the cache. `output` is replayed."""
-        sequence = self._make_sequence(choice, output, pages, len(self.prompt_ids), num_published, num_hidden)
+        """A choice whose prompt is in `pages`, without those of `num_hidden` places that it does not see. Of all its
+        places the first `num_published` are in the cache. `output` is replayed."""
+        sequence = self._make_sequence(groups, choice, output, pages, len(self.prompt_ids), num_published, num_hidden)
         sequence.owner = Choice(self, SequenceState(self.prompt_ids, output), self._guide(choice, output))
         self.sequences.append(sequence)
         return sequence
@@ -86,15 +92,18 @@ class DecodeJob(Attempt):
 
     def _make_sequence(
         self,
+        groups: LayerGroups,
         choice: int,
         output: list[int],
-        pages: Iterable[int],
+        pages: SeqOf[int],
         num_computed: int,
         num_published: int,
         num_hidden: int,
     ) -> Sequence:
         own_ids = token_ids(self.prompt_ids)
         own_ids.extend(output)
+        num_places = pages_for(len(self.prompt_ids), groups.page_size)
+        table, windowed = groups.tables(pages, num_hidden, num_places)
         return Sequence(
             request_id=self.key.request_id,
             attempt=self.key.attempt,
@@ -105,7 +114,8 @@ class DecodeJob(Attempt):
             num_prompt=len(self.prompt_ids),
             params=self.params,
             num_computed=num_computed,
-            pages=page_table(chain(repeat(0, num_hidden), pages)),
+            pages=table,
+            windowed=windowed,
             num_hidden=num_hidden,
             keys=PageKeys(self.page_keys),
             num_published=num_published,

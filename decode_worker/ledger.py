@@ -14,7 +14,7 @@ any more, what runs ends, and it is the head that takes what comes back.
 **Prompts of a colocated cluster** take turns before they take pages: the next one gets its own when those before it
 that are computed have no more than two chunks left. So what waits here counts as waiting at the routers too.
 
-**Running sequences come first.** Each of them keeps a page to grow into. While a preempted one waits, no new attempt
+**Running sequences come first.** Each of them keeps a place to grow into. While a preempted one waits, no new attempt
 gets pages. So decode always goes on by itself, whatever prefill does, and no cycle between the two pools can stand
 still.
 """
@@ -66,14 +66,13 @@ class Attempt:
     num_passed: int = 0  # pages of those that have passed it at the head of the queue
     # Of the prompt, from when they are taken: the first `num_hidden` are of no use, since no token sees them; then come
     # those that are `cached` here already, and are pinned; then those that are sent or computed, or the first of these.
+    # Of a mixed model it is those of the layers with a window that are of no use, and they stand in one list as
+    # `tandem.core.layer_groups` says.
     num_hidden: int = 0
     cached: tuple[int, ...] = ()
     pages: tuple[int, ...] = ()
-
-    @property
-    def num_leading(self) -> int:
-        """Pages of the prompt that are not sent and not computed."""
-        return self.num_hidden + len(self.cached)
+    num_leading: int = 0  # pages of the prompt that are not sent and not computed, as a handoff counts them
+    num_there: int = 0  # places of the prompt of which all pages are among these
 
     @property
     def num_to_come(self) -> int:
@@ -204,7 +203,8 @@ class Ledger(Generic[A]):
         self._pool.release([*attempt.cached, *kept])
 
     def _keep(self, attempt: A, verified: Sequence[tuple[int, int]]) -> list[int]:
-        keys = attempt.page_keys[attempt.num_leading :]
+        groups = self._scheduler.groups
+        keys = groups.listed_keys(attempt.page_keys, attempt.num_hidden)[len(attempt.cached) :]
         kept: list[int] = []
         for (index, page), key in zip(verified, keys, strict=False):
             if index != len(kept):
@@ -227,15 +227,17 @@ class Ledger(Generic[A]):
             return False
         # At least the last page is always sent or computed: decode's first step writes to it, so it must not be shared.
         keys = attempt.page_keys[: (attempt.num_tokens - 1) // pool.page_size]
-        num_hidden, cached = pool.acquire_seen(keys, self._scheduler.limits.window)
-        num_leading = num_hidden + len(cached)
-        needed = self._scheduler.num_to_take(attempt.num_tokens, num_leading)
-        is_local = self._is_local(attempt, num_leading)
-        if not is_local and self._scheduler.limits.window:  # its pages are wanted as far as its first step sees them
+        groups = self._scheduler.groups
+        num_hidden, cached = groups.acquire(pool, keys)
+        num_there = groups.places_of(len(cached), num_hidden)
+        needed = self._scheduler.num_to_take(attempt.num_tokens, num_there)
+        is_local = self._is_local(attempt, num_there)
+        if not is_local and groups.window:  # its pages are wanted as far as its first step sees them
             pool.release(cached)
-            num_hidden = self._scheduler.num_hidden(attempt.num_tokens)
-            cached = pool.acquire(keys[num_hidden:])
-            needed = pages_for(attempt.num_tokens, pool.page_size) - num_hidden - len(cached)
+            num_hidden = groups.num_hidden(attempt.num_tokens)
+            cached = pool.acquire(groups.listed_keys(keys, num_hidden))
+            needed = groups.num_seen(attempt.num_tokens) - len(cached)
+            num_there = groups.places_of(len(cached), num_hidden)
         pages = None
         if self._leaves_growth(needed, pool.num_available) and (is_local or self._may_reserve(needed)):
             pages = pool.allocate(needed) if is_local else pool.reserve(needed)
@@ -243,6 +245,8 @@ class Ledger(Generic[A]):
             attempt.shortage = pool.give_up(cached, needed, keys, self._scheduler.limits.window)
             return False
         attempt.num_hidden, attempt.cached, attempt.pages = num_hidden, tuple(cached), tuple(pages)
+        attempt.num_leading = len(cached) if groups.num_windowed else num_hidden + len(cached)
+        attempt.num_there = num_there
         self.set_state(attempt, AttemptState.ENTERING if is_local else AttemptState.GRANTED)
         return True
 
@@ -256,7 +260,7 @@ class Ledger(Generic[A]):
         running = (s for s in self._scheduler.running if (s.turn, s.arrival) <= turn)
         computed = (s.num_to_compute for s in running if not (s.is_decode or s.paced))
         entering = (
-            other.num_tokens - other.num_leading * self._pool.page_size
+            other.num_tokens - other.num_there * self._pool.page_size
             for other in self.of_state(AttemptState.ENTERING)
             if other.unpaced and not other.waits_for_grammar and (other.turn, other.arrival) <= turn
         )
@@ -268,17 +272,17 @@ class Ledger(Generic[A]):
         shortage, since = attempt.shortage, self._pool.since(attempt.shortage)
         if shortage is None or since is None:
             return False
-        num_leading = pages_for(attempt.num_tokens, self._pool.page_size) - shortage.needed
+        num_there = pages_for(attempt.num_tokens, self._pool.page_size) - shortage.needed
         has_room = self._leaves_growth(shortage.needed, since[0])
-        return not has_room or not (self._is_local(attempt, num_leading) or self._may_reserve(shortage.needed))
+        return not has_room or not (self._is_local(attempt, num_there) or self._may_reserve(shortage.needed))
 
-    def _is_local(self, attempt: A, num_leading: int) -> bool:
-        """Whether it is computed here where so many pages of its beginning are there."""
-        return attempt.num_tokens - num_leading * self._pool.page_size <= attempt.max_local_tokens
+    def _is_local(self, attempt: A, num_there: int) -> bool:
+        """Whether it is computed here where so many places of its beginning are there."""
+        return attempt.num_tokens - num_there * self._pool.page_size <= attempt.max_local_tokens
 
     def _leaves_growth(self, needed: int, num_available: int) -> bool:
         entering = sum(attempt.num_running for attempt in self.of_state(AttemptState.ENTERING))
-        return needed + len(self._scheduler.running) + entering <= num_available
+        return needed + self._scheduler.num_to_grow(len(self._scheduler.running) + entering) <= num_available
 
     def _may_reserve(self, needed: int) -> bool:
         share = RESERVED_SHARE * self._pool.num_pages

@@ -276,7 +276,7 @@ class DecodeRole:
         with self._lock:
             refused = list(self.ledger.waiting) if self._is_draining() else []
             taken = [] if refused else list(iter(self.ledger.take, None))
-            num_cached = sum(len(job.cached) if job.state is AttemptState.GRANTED else job.num_leading for job in taken)
+            num_cached = sum(self._num_cached(job) for job in taken)
             self._counters.num_prompt_tokens_cached += num_cached * self._pool.page_size
         for job in refused:
             self._deny(job, RefusalReason.DRAINING, self._draining(job.key))
@@ -289,6 +289,11 @@ class DecodeRole:
                 # For the protocol the attempt has ended, and it says so to a late repetition of its Reserve.
                 self._driver.denied(job.key, RefusalReason.ALREADY_ENDED)
                 self._enter_guided(job, {PROMPT: [], **job.journal}, partial(self._compute_here, job))
+
+    def _num_cached(self, job: DecodeJob) -> int:
+        """Places of its prompt that were in the cache; without those that a handoff passes over."""
+        is_short = job.state is AttemptState.GRANTED and not self._scheduler.limits.num_windowed
+        return len(job.cached) if is_short else job.num_there
 
     def grant(self, grant: Grant) -> None:
         """The protocol made a grant of the pages. The router passes it on to prefill."""
@@ -395,10 +400,10 @@ class DecodeRole:
         with self._lock:
             if not self._may_enter(job):
                 return
-            num_cached = job.num_leading * self._pool.page_size
+            num_cached = job.num_there * self._pool.page_size
             job.local = ComputesHere(job.key, num_cached, len(job.prompt_ids) - num_cached)
             self.ledger.set_state(job, AttemptState.COMPUTING)
-            self._scheduler.enter(job.begin_prompt(self._pool.page_size))
+            self._scheduler.enter(job.begin_prompt(self._scheduler.groups))
             self.snapshot()  # goes with it: from now on the router counts the prompt by the worker's figures
             self._emit({job.session: [job.local]})
         fault_points.reach("decode.admitted")
@@ -409,7 +414,7 @@ class DecodeRole:
                 self._pacing.first_steps_taken(1)
                 return
             job.is_new = True
-            self._tokens.enter(job, outputs, [*job.cached, *job.pages], job.num_leading, job.num_hidden)
+            self._tokens.enter(job, outputs, [*job.cached, *job.pages], job.num_there, job.num_hidden)
             self._emit({job.session: [Admitted(job.key, self._clock.now() - committed_s)]})
             if not self.ledger.has(job):  # nobody wants more of any of its choices
                 self._take_no_first_step(job)

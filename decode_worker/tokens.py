@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
+from collections.abc import Sequence as SeqOf
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -134,7 +135,7 @@ class TokenBook:
         self,
         job: DecodeJob,
         outputs: dict[int, list[int]],
-        pages: Collection[int],
+        pages: SeqOf[int],
         num_published: int,
         num_hidden: int,
     ) -> None:
@@ -146,10 +147,11 @@ class TokenBook:
             self.ledger.remove(job)
             return
         self.ledger.set_state(job, AttemptState.RUNNING)
+        groups = self.scheduler.groups
         for num_entered, (choice, output) in enumerate(wanted.items()):
             if num_entered:
                 self.scheduler.pool.share(pages)
-            self.scheduler.enter(job.begin_choice(choice, output, pages, num_published, num_hidden))
+            self.scheduler.enter(job.begin_choice(groups, choice, output, pages, num_published, num_hidden))
 
     def _count(self, item: ScheduledSequence) -> None:
         end = min(item.start + item.num_tokens, item.sequence.num_prompt)

@@ -6,7 +6,8 @@ from dataclasses import dataclass, fields
 
 from tandem.core.dtypes import PAGE_DTYPES, kv_head_bytes
 from tandem.core.errors import IncompatibleError
-from tandem.core.pages import num_hidden_pages, pages_for
+from tandem.core.layer_groups import LayerGroups
+from tandem.core.pages import pages_for
 
 #: `LayoutId.digest` of pages that nobody checks.
 NO_DIGEST = "none"
@@ -26,7 +27,9 @@ class LayoutId:
         page_size: token slots of a page.
         digest: the algorithm of extent digests; `NO_DIGEST`: none are taken.
         window: tokens that a token sees in each layer, itself included; pages wholly behind that are not kept, and not
-            sent. 0: all.
+            sent. 0: all. Of a mixed model: in the layers with a window.
+        num_windowed: of a mixed model the pages of a place for its layers with a window; `num_layers` is then that of a
+            page. See `tandem.core.layer_groups`.
     """
 
     weights_sha256: str
@@ -37,6 +40,11 @@ class LayoutId:
     page_size: int
     digest: str = "xxh3_64"
     window: int = 0
+    num_windowed: int = 0
+
+    @property
+    def groups(self) -> LayerGroups:
+        return LayerGroups(self.page_size, self.window, self.num_windowed)
 
     @property
     def extent_bytes(self) -> int:
@@ -52,11 +60,11 @@ class LayoutId:
     @property
     def token_bytes(self) -> int:
         """Bytes of K and V of one token in all layers. Raises as `extent_bytes`."""
-        return self.num_layers * self.extent_bytes // self.page_size
+        return (1 + self.num_windowed) * self.num_layers * self.extent_bytes // self.page_size
 
     def num_sent_pages(self, num_tokens: int) -> int:
         """Pages of a prompt of so many tokens that a decode worker needs: those that the next token sees."""
-        return pages_for(num_tokens, self.page_size) - num_hidden_pages(num_tokens, self.page_size, self.window)
+        return self.groups.num_seen(num_tokens) if self.window else pages_for(num_tokens, self.page_size)
 
 
 def differences(a: LayoutId, b: LayoutId) -> list[str]:

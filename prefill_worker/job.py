@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from kvtransfer.protocol.messages import AttemptKey, FirstToken
 from prefill_worker.events import PromptWork
 from tandem.core.errors import TandemError
+from tandem.core.layer_groups import LayerGroups
 from tandem.core.pages import pages_for
 from tandem.core.sampling import SampledToken, SampleRow, SequenceState
 from tandem.core.token_ids import token_ids
@@ -132,13 +133,22 @@ class StepPart:
     next_layer: int = 0  # the driver knows of the layers before it
 
 
-def part_of(item: ScheduledSequence, page_size: int, first_sent: int) -> StepPart:
-    """What a step does for one prompt, of which decode gets the pages from `first_sent` on.
+def part_of(item: ScheduledSequence, groups: LayerGroups) -> StepPart:
+    """What a step does for one prompt, of which decode gets the pages that an output sees.
 
     Chunks end on page borders or with the prompt, so the first page was not begun by an earlier chunk.
     """
-    end, num_prompt = item.start + item.num_tokens, item.sequence.num_prompt
+    sequence, page_size = item.sequence, groups.page_size
+    end, num_prompt = item.start + item.num_tokens, sequence.num_prompt
     first = item.start // page_size
     last = pages_for(end, page_size) if end == num_prompt else end // page_size
-    pages = tuple(item.sequence.pages[first:last])
-    return StepPart(item.sequence.owner, pages, max(first, first_sent), pages[max(0, first_sent - first) :])
+    pages = groups.listed(sequence.pages, sequence.windowed, sequence.num_hidden, first, last)
+    index, sent = sent_of(sequence, groups, first, last)
+    return StepPart(sequence.owner, tuple(pages), index, sent)
+
+
+def sent_of(sequence: Sequence, groups: LayerGroups, first: int, last: int) -> tuple[int, tuple[int, ...]]:
+    """Of places `[first, last)` of a prompt the pages that an output sees, and how a handoff counts the first one."""
+    num_hidden = groups.num_hidden(sequence.num_prompt)
+    sent = tuple(groups.listed(sequence.pages, sequence.windowed, num_hidden, first, last))
+    return groups.index_of(first if groups.num_windowed else max(first, num_hidden), num_hidden), sent

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from tandem.core.layer_groups import LayerGroups
 from tandem.core.page_keys import PageKeys
-from tandem.core.pages import PagePool, num_hidden_pages, page_table, private_page_keys
+from tandem.core.pages import PagePool, private_page_keys
 from tandem.core.sampling import SampledToken, SamplingParams
 from tandem.worker.sequence import Sequence
 
@@ -44,15 +45,21 @@ class RetainedPrompts:
 
     Args:
         shares: whether full pages are entered for all requests to find (the prefix cache is on).
-        window: tokens that a token sees; 0: all. Of a prompt only the pages are retained that an output sees.
+        groups: of layers, by what they see. Of a prompt only the pages are retained that an output sees.
     """
 
     def __init__(
-        self, pool: PagePool, salt: bytes, *, shares: bool, window: int = 0, bound: int = _MAX_RETAINED
+        self,
+        pool: PagePool,
+        salt: bytes,
+        *,
+        shares: bool,
+        groups: LayerGroups | None = None,
+        bound: int = _MAX_RETAINED,
     ) -> None:
         self._pool = pool
         self._salt = salt
-        self._window = window
+        self._groups = groups or LayerGroups(pool.page_size)
         self._shares = shares
         self._bound = bound
         self._by_request: OrderedDict[str, RetainedPrompt] = OrderedDict()
@@ -67,9 +74,11 @@ class RetainedPrompts:
         request_id = sequence.request_id
         self.drop(request_id)  # an earlier attempt's, or another request's that had this id
         keys, num_shared = self._keys_of(sequence)
-        for page, key in zip(sequence.held_pages, keys[sequence.num_hidden :], strict=True):
+        groups, num_hidden = self._groups, sequence.num_hidden
+        pages = groups.listed(sequence.pages, sequence.windowed, num_hidden)
+        for page, key in zip(pages, groups.listed_keys(keys, num_hidden), strict=True):
             self._pool.publish(page, key)
-        private = tuple(keys[max(num_shared, sequence.num_hidden) :])
+        private = tuple(groups.listed_keys(keys[num_shared:], num_hidden, num_shared))
         self._by_request[request_id] = RetainedPrompt(session, sequence.params, keys[-1], private, dict(first_tokens))
         self.num_private_keys += len(private)
         # With more private keys than pages, some of the oldest were evicted already.
@@ -89,11 +98,12 @@ class RetainedPrompts:
 
     def give_pages(self, sequence: Sequence, recalled: Recalled) -> bool:
         """Give `sequence` all pages of its prompt that an output sees, if they are there: nothing is to compute."""
-        num_hidden = num_hidden_pages(sequence.num_prompt, self._pool.page_size, self._window)
-        keys = recalled.keys[num_hidden:]
+        num_hidden = self._groups.num_hidden(sequence.num_prompt)
+        keys = self._groups.listed_keys(recalled.keys, num_hidden)
         if self._pool.match(keys) < len(keys):
             return False
-        sequence.pages = page_table([0] * num_hidden + self._pool.acquire(keys))
+        pages = self._pool.acquire(keys)
+        sequence.pages, sequence.windowed = self._groups.tables(pages, num_hidden, len(recalled.keys))
         sequence.num_hidden = num_hidden
         sequence.num_computed = sequence.num_cached = sequence.num_prompt
         sequence.num_published = len(sequence.keys)

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvtransfer.protocol.messages import AttemptKey, FailureReason, RefusalReason
 from prefill_worker.events import Event, HandedOff, HandoffStats, PromptEnded, PromptStarted
-from prefill_worker.job import PromptJob, StepPart, make_job, part_of
+from prefill_worker.job import PromptJob, StepPart, make_job, part_of, sent_of
 from prefill_worker.prompt_logits import PromptLogits
 from prefill_worker.prompt_vectors import PromptVectors
 from prefill_worker.retained_prompts import RetainedPrompts
@@ -25,7 +25,7 @@ from tandem.core.clock import Clock
 from tandem.core.errors import DrainingError, HandoffError, TandemError
 from tandem.core.pages import PageState, pages_for
 from tandem.core.remembered import Remembered
-from tandem.worker.batch import Batch, ScheduledSequence
+from tandem.worker.batch import Batch
 from tandem.worker.counters import WorkerCounters
 from tandem.worker.guide import Guide, GuideMaker
 from tandem.worker.load import LoadReport
@@ -33,7 +33,6 @@ from tandem.worker.pacing import Pacing
 from tandem.worker.prompt_scoring import ScoreTokens
 from tandem.worker.request import AttemptFailed, AttemptSpec, PromptPooled, RequestLimits, TokenSampled
 from tandem.worker.scheduler import BatchScheduler
-from tandem.worker.sequence import Sequence
 from tandem.worker.spans import before
 from tandem.worker.step import SampleTokens, may_be_wrong
 
@@ -46,7 +45,7 @@ class PrefillRole:
 
     Args:
         emit: takes events for routers, by session.
-        num_layers: of the model.
+        num_layers: of a page.
         is_draining: whether prompts are refused.
         vectors: reads hidden states of a model that pools; `None`: it generates.
     """
@@ -87,7 +86,7 @@ class PrefillRole:
         # Invariant: all and only attempts whose handoff is not over, or that still compute.
         self.jobs: dict[AttemptKey, PromptJob] = {}
         self.retained = RetainedPrompts(
-            scheduler.pool, scheduler.salt, shares=scheduler.prefix_cache, window=scheduler.limits.window
+            scheduler.pool, scheduler.salt, shares=scheduler.prefix_cache, groups=scheduler.groups
         )
         # Attached, and a step may be under way still. Added to by any thread.
         self._newly_attached: set[AttemptKey] = set()
@@ -245,7 +244,7 @@ class PrefillRole:
         for sequence in batch.admitted:
             self._begin(sequence.owner)
         self._times.begin()
-        parts = [self._part_of(item) for item in batch.items]
+        parts = [part_of(item, self._scheduler.groups) for item in batch.items]
         filled = tuple(page for part in parts for page in part.pages)
         fault_points.reach("prefill.chunk")
 
@@ -256,13 +255,6 @@ class PrefillRole:
                 self._driver.sealed(sealed)
 
         return on_layer
-
-    def _part_of(self, item: ScheduledSequence) -> StepPart:
-        return part_of(item, self._pool.page_size, self._first_sent(item.sequence))
-
-    def _first_sent(self, sequence: Sequence) -> int:
-        """The first page of a prompt that decode needs: those before it no token of an output sees."""
-        return self._scheduler.num_hidden(sequence.num_prompt)
 
     def _begin(self, job: PromptJob) -> None:
         """The sequence has its pages; those from the cache are computed already."""
@@ -278,9 +270,8 @@ class PrefillRole:
     def _seal_computed(self, job: PromptJob) -> None:
         """Give the driver all pages that are computed so far, in all layers."""
         num_computed, page_size = job.sequence.num_computed, self._pool.page_size
-        num_pages = pages_for(num_computed, page_size) if job.computed else num_computed // page_size
-        first = self._first_sent(job.sequence)
-        pages = tuple(job.sequence.pages[first:num_pages])
+        num_places = pages_for(num_computed, page_size) if job.computed else num_computed // page_size
+        first, pages = sent_of(job.sequence, self._scheduler.groups, 0, num_places)
         if pages:
             self._pool.share(pages)
             self._driver.sealed([SealedPages(job.key, range(self._num_layers), first, pages)])

@@ -32,7 +32,6 @@ from tandem.core import fault_points
 from tandem.core.clock import MonotonicClock
 from tandem.core.errors import HandoffError, TandemError
 from tandem.core.identity import Role
-from tandem.core.pages import pages_for
 from tandem.engine.pooler import mean_of, sum_rows
 from tandem.engine.scorer import score_rows
 from tandem.rpc.v1 import common_pb2 as pb
@@ -204,7 +203,7 @@ class PrefillWorker:
         if start.decode.host_id == self.parts.info.host_id:
             self.parts.pacing.met(receiver, start.decode.pid)
         # Opened from here, so that no grant can be attached before, however long the runner's step takes.
-        num_pages = pages_for(len(spec.prompt_ids), self.parts.pool.page_size)
+        num_pages = self.parts.scheduler.groups.num_handed_off(len(spec.prompt_ids))
         self.parts.on_transfer(lambda _: self.driver.open(key, num_pages, receiver))
         number = self.parts.load.arriving(len(spec.prompt_ids))
 

@@ -54,7 +54,7 @@ class Steps:
             job = _job(number, prompt)
             pages = pool.allocate(pages_for(job.num_tokens, PAGE_SIZE))
             assert pages is not None
-            self._scheduler.enter(job.begin_choice(0, [7], pages, 0))
+            self._scheduler.enter(job.begin_choice(self._scheduler.groups, 0, [7], pages, 0))
 
     def run(self) -> None:
         """One step; each sequence gets a token."""

@@ -13,7 +13,7 @@ from router.policy.snapshot import Snapshot
 from router.policy.worker_load import WorkerLoad
 from tandem.core.errors import IncompatibleError
 from tandem.core.identity import WorkerKey
-from tandem.core.pages import num_hidden_pages, pages_for
+from tandem.core.pages import pages_for
 
 # What a prompt token costs in a decode step, relative to one in a prefill worker's chunk, at least, and where nothing
 # is known of its steps. With a lower factor decode would take prompts for which prefill has time soon.
@@ -63,7 +63,8 @@ def _num_sent(facts: RequestFacts, decode: WorkerKey, kv_format: KvFormat) -> in
     num_missing, layout = facts.num_prompt_tokens - facts.prefix.num_ready(decode), kv_format.layout
     if not layout.window:
         return num_missing
-    return min(num_missing, layout.num_sent_pages(facts.num_prompt_tokens) * layout.page_size)
+    num_sent = layout.num_sent_pages(facts.num_prompt_tokens) * layout.page_size
+    return min(num_missing, num_sent // (1 + layout.num_windowed))
 
 
 def batch_cost(facts: RequestFacts, worker: WorkerLoad, smallest: int) -> float:
@@ -138,7 +139,8 @@ def exposed_tokens(snapshot: Snapshot, facts: RequestFacts, prefill: WorkerLoad,
     except IncompatibleError:  # elements of a later version: how long they take is not known
         return 0.0
     num_sent, num_computed = _num_sent(facts, decode, prefill.kv_format), own_cost(snapshot, facts, prefill.key)
-    if prefill.kv_format.layout.window:  # of what is before the last ones nothing is sent
+    layout = prefill.kv_format.layout
+    if layout.window and not layout.num_windowed:  # of what is before the last ones nothing is sent
         num_computed = min(num_computed, num_sent)
     handoff_s = num_sent * token_bytes / max(link.bytes_per_s, 1.0)
     exposed = handoff_s * snapshot.prefill_tokens_per_s - num_computed
@@ -179,9 +181,9 @@ def format_to_pair(snapshot: Snapshot, wishes: Wishes) -> KvFormat | None:
 
 
 def has_room(worker: WorkerLoad, facts: RequestFacts) -> bool:
-    num_tokens, page_size = facts.num_prompt_tokens, worker.page_size
-    num_hidden = num_hidden_pages(num_tokens, page_size, worker.kv_format.layout.window)
-    return pages_for(num_tokens, page_size) - num_hidden <= worker.num_available_pages
+    num_tokens, layout = facts.num_prompt_tokens, worker.kv_format.layout
+    num_pages = layout.num_sent_pages(num_tokens) if layout.window else pages_for(num_tokens, worker.page_size)
+    return num_pages <= worker.num_available_pages
 
 
 def is_way_broken(snapshot: Snapshot, prefill: WorkerKey, decode: WorkerKey) -> bool:

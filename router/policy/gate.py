@@ -28,6 +28,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 
 from router.policy.pool import Order, Pool
+from tandem.core.layer_groups import LayerGroups
 from tandem.core.pages import num_hidden_pages
 
 _AHEAD, _AHEAD_S = 2, 0.25
@@ -44,7 +45,7 @@ class Room:
         num_places: sequences that decode's batches hold, of which this router may use so many.
         most_pages: that one decode worker has for another request.
         page_size: tokens in a page.
-        window: tokens that a token sees; 0: all.
+        window, num_windowed: as of `LayerGroups`.
         num_routers: that share the workers.
         place_s: that a sequence keeps its place, on average; 0: not known yet.
     """
@@ -58,6 +59,7 @@ class Room:
     num_routers: int = 1
     place_s: float = 0.0
     window: int = 0
+    num_windowed: int = 0
 
     @classmethod
     def of(
@@ -81,6 +83,7 @@ class Room:
             page_size=roomiest.page_size if roomiest is not None else 0,
             num_routers=num_routers,
             window=roomiest.kv_format.layout.window if roomiest is not None else 0,
+            num_windowed=roomiest.kv_format.layout.num_windowed if roomiest is not None else 0,
         )
 
     def num_left_in(self, seconds: float) -> float:
@@ -122,9 +125,14 @@ class UnderWay:
         num_left = room.num_left_in(self._first_token_in_s(num_tokens, room))
         if self.num_sequences + num_sequences > math.ceil(room.num_places + num_left):
             return False
+        return self._has_pages(num_tokens, room) or self.num_ungranted < math.ceil(_AHEAD * room.num_decode * share)
+
+    @staticmethod
+    def _has_pages(num_tokens: int, room: Room) -> bool:
+        if room.num_windowed:
+            return LayerGroups(room.page_size, room.window, room.num_windowed).num_seen(num_tokens) <= room.most_pages
         num_hidden = num_hidden_pages(num_tokens, room.page_size, room.window)
-        has_pages = num_tokens <= (room.most_pages + num_hidden) * room.page_size
-        return has_pages or self.num_ungranted < math.ceil(_AHEAD * room.num_decode * share)
+        return num_tokens <= (room.most_pages + num_hidden) * room.page_size
 
     def _first_token_in_s(self, num_tokens: int, room: Room) -> float:
         """Of one that is placed now, by the prompts that go before it, its own, and the speed of prefill."""

@@ -30,6 +30,8 @@ class SchedulerLimits:
     num_to_pair: int = 0
     # A token sees so many tokens in each layer, itself included: pages wholly behind that are given back; 0: all.
     window: int = 0
+    # Of a mixed model, where some layers do so: pages of a place for these; see `tandem.core.layer_groups`.
+    num_windowed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

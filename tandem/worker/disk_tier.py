@@ -46,6 +46,9 @@ _STALE_S = 60.0
 # After a write that failed nothing is written for so long.
 _PAUSE_S = 60.0
 
+# Of a layout, what says which pages are kept.
+_WHICH_ARE_KEPT = ("window", "num_windowed")
+
 Name = bytes | tuple[str, str]
 """Of a file: the page's key; of another layout that one's directory, and the key in hex."""
 
@@ -70,7 +73,7 @@ class DiskTier:
         self.counters = TierCounters()
         self.on_change: Callable[[Iterable[bytes]], None] = lambda _: None
         # But for what says which pages are kept: it changes no byte of them.
-        self._layout = {name: value for name, value in asdict(layout).items() if name != "window"}
+        self._layout = {name: value for name, value in asdict(layout).items() if name not in _WHICH_ARE_KEPT}
         self._layout_name = hashlib.sha256(json.dumps(self._layout, sort_keys=True).encode()).hexdigest()[:16]
         self._page_bytes = layout.num_layers * layout.extent_bytes
         self._root = root

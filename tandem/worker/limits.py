@@ -69,8 +69,11 @@ def max_num_seqs(config: Config, num_slots: int) -> int:
     return min(by_room, scheduling.max_num_batched_tokens)
 
 
-def scheduler_limits(config: Config, site: Site, num_slots: int, window: int = 0) -> SchedulerLimits:
-    """The limits of a worker's batch scheduler. `num_slots`: as of `max_num_seqs`; `window`: the model's."""
+def scheduler_limits(
+    config: Config, site: Site, num_slots: int, window: int = 0, num_windowed: int = 0
+) -> SchedulerLimits:
+    """The limits of a worker's batch scheduler. `num_slots`: as of `max_num_seqs`; `window`, `num_windowed`: the
+    model's."""
     scheduling = config.scheduling
     default = _CPU_SATURATING_TOKENS if site.on_cpu else _GPU_SATURATING_TOKENS
     return SchedulerLimits(
@@ -85,6 +88,7 @@ def scheduler_limits(config: Config, site: Site, num_slots: int, window: int = 0
         saturating_tokens=scheduling.saturating_tokens or default,
         num_to_pair=num_to_pair(config, site),
         window=window,
+        num_windowed=num_windowed,
     )
 
 

@@ -230,7 +230,7 @@ def build_parts(
     site = Site(role, engine.on_cpu, _cores_file(config, place) is not None)
     scheduler = BatchScheduler(
         PagePool(engine.num_pages, config.cache.page_size),
-        scheduler_limits(config, site, num_slots(engine), engine.window),
+        scheduler_limits(config, site, num_slots(engine), engine.window, engine.num_windowed),
         salt=model_salt(engine.weights_sha256),
         prefix_cache=config.cache.prefix_cache,
         # At decode the transfer thread takes pages for grants, and gives them back.
@@ -253,7 +253,12 @@ def build_parts(
     transfer = TransferThread(transport, on_transfer_event, life.fail, name=f"kv-{name}", cores=cores)
     undo.callback(transfer.stop)
     transfer.start()
-    layout = LayoutId(weights_sha256=engine.weights_sha256, window=engine.window, **asdict(arena.layout))
+    layout = LayoutId(
+        weights_sha256=engine.weights_sha256,
+        window=engine.window,
+        num_windowed=engine.num_windowed,
+        **asdict(arena.layout),
+    )
     if not config.transport.digests:
         layout = replace(layout, digest=NO_DIGEST)
     to_owner = runner.submit if role is Role.PREFILL else _on_transfer(transfer, life)

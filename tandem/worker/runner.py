@@ -166,6 +166,7 @@ def inputs_of(batch: Batch) -> list[SequenceInput]:
             start=item.start,
             pages=item.sequence.pages,
             num_logits=item.num_logits,
+            windowed=item.sequence.windowed,
         )
         for item in batch.items
     ]

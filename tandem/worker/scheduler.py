@@ -21,6 +21,8 @@ replayed. The first sequence in the order is never preempted. So it always ends,
 a sequence goes on. A prompt gets pages for its window and a chunk when it is admitted, and in the moment in which it
 gives one back another one for its end: so it never waits for a page in its middle, whoever else does. Pages enter the
 prefix cache when they are given back, or all is computed, so that those of a prompt under way have no other owner.
+In a mixed model (`tandem.core.layer_groups`) this holds for the pages of the layers with a window; a prompt gets those
+of the layers that see all when it is admitted, for all its tokens.
 
 **Promotion.** A prompt is *promoted* when decode holds pages for it. It goes first, and keeps its pages and place until
 it is removed. A prompt is *parked* when it is computed and has left the batch, while its pages still wait for decode. A
@@ -42,8 +44,9 @@ from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 
 from tandem.core.errors import InvalidRequestError, OverloadedError
+from tandem.core.layer_groups import LayerGroups
 from tandem.core.page_keys import PageKeys
-from tandem.core.pages import PagePool, num_hidden_pages, page_table, pages_for
+from tandem.core.pages import PagePool, PageTable, page_table, pages_for
 from tandem.core.step_times import NO_PROMPTS, PromptSteps
 from tandem.core.tiers import PageTiers
 from tandem.worker.batch import NO_TOKENS, Batch, ScheduledSequence, SchedulerLimits
@@ -81,6 +84,7 @@ class BatchScheduler:
             raise ValueError(f"chunk size {limits.chunk_size} is no multiple of the page size {pool.page_size}")
         self.pool = pool
         self.limits = limits
+        self.groups = LayerGroups(pool.page_size, limits.window, limits.num_windowed)
         self.salt = salt
         self.prefix_cache = prefix_cache
         # Invariants: each list is sorted by `Sequence.order`, none shares a sequence, and waiting ones hold no pages.
@@ -339,8 +343,8 @@ class BatchScheduler:
         if not sequence.promoted and self._still_lacks(sequence):
             return False
         keys = self.wanted_keys(sequence)
-        num_hidden, cached = self.pool.acquire_seen(keys, self.limits.window)
-        num_cached = num_hidden + len(cached)
+        num_hidden, cached = self.groups.acquire(self.pool, keys)
+        num_cached = self.groups.places_of(len(cached), num_hidden)
         needed = self.num_to_take(len(sequence.token_ids), num_cached)
         if sequence.promoted:
             has_room = self._reclaim(batch, needed)
@@ -350,31 +354,41 @@ class BatchScheduler:
         if fresh is None:
             sequence.shortage = self.pool.give_up(cached, needed, keys, self.limits.window)
             return False
-        sequence.pages = page_table([0] * num_hidden + cached + fresh)
+        num_places = pages_for(len(sequence.token_ids), self.pool.page_size)
+        sequence.pages, sequence.windowed = self.groups.tables(cached + fresh, num_hidden, num_places)
         sequence.num_hidden = num_hidden
         sequence.num_computed = sequence.num_cached = num_cached * self.pool.page_size
         sequence.num_published = num_cached
         return True
 
     def num_hidden(self, num_computed: int) -> int:
-        """Leading pages that nothing sees which is computed behind so many tokens."""
-        return num_hidden_pages(num_computed, self.pool.page_size, self.limits.window)
+        """Leading places that no layer with a window sees behind so many tokens."""
+        return self.groups.num_hidden(num_computed)
 
     def num_to_take(self, num_tokens: int, num_cached: int) -> int:
-        """Pages to take for a sequence of so many tokens whose first `num_cached` pages are there, so that it takes no
+        """Pages to take for a sequence of so many tokens whose first `num_cached` places are there, so that it takes no
         more until all these are computed: for all of them, or for its window and a chunk."""
         num_missing = pages_for(num_tokens, self.pool.page_size) - num_cached
-        return min(num_missing, self._most_in_window) if self.limits.window else num_missing
+        if not self.limits.window:
+            return num_missing
+        return self._pages_of(num_missing, min(num_missing, self._most_in_window))
+
+    def _pages_of(self, num_places: int, num_in_window: int) -> int:
+        """Pages of so many places, where layers with a window have theirs for `num_in_window` of them."""
+        num_windowed = self.limits.num_windowed
+        return num_places + num_windowed * num_in_window if num_windowed else num_in_window
 
     def most_pages(self, num_tokens: int) -> int:
         """Pages that a sequence of so many tokens has at a time, at most; some may be cached ones, beside its own."""
         num_pages = pages_for(num_tokens, self.pool.page_size)
+        if not self.limits.window:
+            return num_pages
         most_cached = pages_for(self.limits.window, self.pool.page_size)
-        return min(num_pages, most_cached + self._most_in_window) if self.limits.window else num_pages
+        return self._pages_of(num_pages, min(num_pages, most_cached + self._most_in_window))
 
     @property
     def _most_in_window(self) -> int:
-        """Pages that a chunk is written to and that its tokens see, wherever in a page it begins."""
+        """Places that a chunk is written to and that its tokens see, wherever in a page it begins."""
         return pages_for(self.limits.window + self.limits.chunk_size - 2, self.pool.page_size) + 1
 
     def slide(self, sequence: Sequence) -> None:
@@ -384,21 +398,31 @@ class BatchScheduler:
             return
         if self.prefix_cache:
             self._publish_to(sequence, num_hidden)
-        behind = slice(sequence.num_hidden, num_hidden)
+        table, of_place = self._sliding(sequence)
+        behind = slice(sequence.num_hidden * of_place, num_hidden * of_place)
         num_available = self.pool.num_available
-        self.pool.release(sequence.pages[behind])
+        self.pool.release(table[behind])
         num_back = self.pool.num_available - num_available
-        sequence.pages[behind] = page_table([0] * (num_hidden - sequence.num_hidden))
+        table[behind] = page_table([0]) * (behind.stop - behind.start)
         sequence.num_hidden = num_hidden
         if not sequence.is_decode:
-            num_missing = pages_for(len(sequence.token_ids), self.pool.page_size) - len(sequence.pages)
-            taken = self.pool.allocate(max(0, min(num_back, num_missing)))
+            num_missing = pages_for(len(sequence.token_ids), self.pool.page_size) - len(table) // of_place
+            taken = self.pool.allocate(of_place * max(0, min(num_back // of_place, num_missing)))
             assert taken is not None  # no more than came back just now
-            sequence.pages.extend(taken)
+            table.extend(taken)
+
+    def _sliding(self, sequence: Sequence) -> tuple[PageTable[int], int]:
+        """The table whose pages are given back behind the window, and how many of them a place has."""
+        num_windowed = self.limits.num_windowed
+        return (sequence.windowed, num_windowed) if num_windowed else (sequence.pages, 1)
+
+    def held_pages(self, sequence: Sequence) -> Seq[int]:
+        """All and only the pages that it has, in the order of its places."""
+        return self.groups.listed(sequence.pages, sequence.windowed, sequence.num_hidden)
 
     def _take_pages(self, sequence: Sequence) -> Seq[int]:
-        pages = sequence.held_pages
-        sequence.pages, sequence.num_hidden = page_table(), 0
+        pages = self.held_pages(sequence)
+        sequence.pages, sequence.windowed, sequence.num_hidden = page_table(), page_table(), 0
         return pages
 
     def wanted_keys(self, sequence: Sequence) -> PageKeys:
@@ -419,9 +443,13 @@ class BatchScheduler:
         limit = self.limits.unpromoted_share * self.pool.num_pages
         if (self.running or self.parked) and num_used + needed > limit:
             return False
-        # A preempted sequence comes back only when all others can grow by a page; else it is preempted again at once.
-        headroom = len(self.running) if sequence.num_preemptions else 0
+        # A preempted sequence comes back only when all others can grow by a place; else it is preempted again at once.
+        headroom = self.num_to_grow(len(self.running)) if sequence.num_preemptions else 0
         return needed + headroom <= num_available
+
+    def num_to_grow(self, num_sequences: int) -> int:
+        """Pages with which so many sequences grow by a place."""
+        return num_sequences * self.groups.num_of_place
 
     def _still_lacks(self, sequence: Sequence) -> bool:
         """Whether one that is not promoted and lacked pages would lack them again, as far as that can be told without
@@ -434,7 +462,7 @@ class BatchScheduler:
         if needed <= self.pool.num_available:  # as mostly: what the others hold is not looked through
             return True
         victims = sorted((s for s in (*self.running, *self.parked) if not s.promoted), key=_order)
-        holders = Counter(page for victim in victims for page in victim.held_pages)
+        holders = Counter(page for victim in victims for page in self.held_pages(victim))
         num_theirs = sum(self.pool.references(page) == num for page, num in holders.items())
         if needed > self.pool.num_available + num_theirs:
             return False
@@ -457,20 +485,35 @@ class BatchScheduler:
     def _grow(self, batch: Batch, sequence: Sequence, num_tokens: int) -> bool:
         first = sequence.num_computed // self.pool.page_size
         last = (sequence.num_computed + num_tokens - 1) // self.pool.page_size
-        if first == last < len(sequence.pages) and not self._is_shared(sequence.pages[first]):
+        is_there = first == last < len(sequence.pages) and not self._is_shared(sequence.pages[first])
+        if is_there and not self.limits.num_windowed:
             return True  # as in most steps
-        shared = [i for i in range(first, min(last + 1, len(sequence.pages))) if self._is_shared(sequence.pages[i])]
-        num_new = max(0, last + 1 - len(sequence.pages))
-        pages = self.pool.allocate(len(shared) + num_new)
+        tables = self._tables(sequence)
+        shared = [
+            (table, index)
+            for table, of_place in tables
+            for index in range(first * of_place, min((last + 1) * of_place, len(table)))
+            if self._is_shared(table[index])
+        ]
+        num_new = [max(0, (last + 1) * of_place - len(table)) for table, of_place in tables]
+        pages = self.pool.allocate(len(shared) + sum(num_new))
         if pages is None:
             return False
-        for index in shared:  # copy on write: another choice still reads the old page
+        for table, index in shared:  # copy on write: another choice still reads the old page
             target = pages.pop(0)
-            batch.copies.append((sequence.pages[index], target))
-            self._copied.append(sequence.pages[index])
-            sequence.pages[index] = target
-        sequence.pages.extend(pages)
+            batch.copies.append((table[index], target))
+            self._copied.append(table[index])
+            table[index] = target
+        for (table, _), num in zip(tables, num_new, strict=True):
+            table.extend(pages[:num])
+            del pages[:num]
         return True
+
+    def _tables(self, sequence: Sequence) -> tuple[tuple[PageTable[int], int], ...]:
+        """Its tables, and how many pages of a place each has."""
+        num_windowed = self.limits.num_windowed
+        all_seen = (sequence.pages, 1)
+        return (all_seen, (sequence.windowed, num_windowed)) if num_windowed else (all_seen,)
 
     def _is_shared(self, page: int) -> bool:
         num_owners = self.pool.references(page)
@@ -560,11 +603,25 @@ class BatchScheduler:
     def _publish_to(self, sequence: Sequence, end: int) -> None:
         """Add the pages before the `end`th, which are full."""
         sequence.extend_keys(self.pool.page_size, self.salt, end * self.pool.page_size)
-        begin = max(sequence.num_published, sequence.num_hidden)
+        if self.limits.num_windowed:
+            self._publish_groups(sequence, sequence.num_published, end)
+        else:
+            self._publish_pages(sequence, max(sequence.num_published, sequence.num_hidden), end)
+        sequence.num_published = max(sequence.num_published, end)
+
+    def _publish_pages(self, sequence: Sequence, begin: int, end: int) -> None:
         before = sequence.keys[begin - 1] if 0 < begin < end else b""
         for page, key in zip(sequence.pages[begin:end], sequence.keys[begin:end], strict=True):
             self.pool.publish(page, key)
             if self.tiers is not None:
                 self.tiers.entered(key, before)
             before = key
-        sequence.num_published = max(sequence.num_published, end)
+
+    def _publish_groups(self, sequence: Sequence, begin: int, end: int) -> None:
+        """Of a mixed model, whose pages no tier keeps."""
+        if end <= begin:
+            return
+        pages = self.groups.listed(sequence.pages, sequence.windowed, sequence.num_hidden, begin, end)
+        keys = self.groups.listed_keys(sequence.keys[begin:end], sequence.num_hidden, begin)
+        for page, key in zip(pages, keys, strict=True):
+            self.pool.publish(page, key)

@@ -44,6 +44,9 @@ class Sequence:
     # first `num_hidden` any more: they are given back, and stand here as page 0, which nobody reads.
     pages: PageTable[int] = field(default_factory=page_table)
     num_hidden: int = 0
+    # Of a mixed model (`tandem.core.layer_groups`) `pages` are those of the layers that see all, and none of them is
+    # hidden; these are the others, some for each place, of which those of the first `num_hidden` places are given back.
+    windowed: PageTable[int] = field(default_factory=page_table)
     # Keys of the leading full pages; grows with the tokens, see `extend_keys`.
     keys: PageKeys = field(default_factory=PageKeys)
     num_published: int = 0  # leading pages offered to the prefix cache
@@ -72,11 +75,6 @@ class Sequence:
     def order(self) -> tuple[bool, float, int, int]:
         """Who goes first: the promoted ones; then whose turn is earlier; then first come first served."""
         return (not self.promoted, self.turn, self.arrival, self.choice)
-
-    @property
-    def held_pages(self) -> PageTable[int]:
-        """All and only the pages that it has."""
-        return self.pages[self.num_hidden :] if self.num_hidden else self.pages
 
     @property
     def num_to_compute(self) -> int:

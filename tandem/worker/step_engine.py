@@ -61,6 +61,7 @@ def load_engine(
         max_context=max_context,
         weight_register=weight_register,
         kernels=config.model.kernels,
+        mixed=True,
     )
     _warm_up(engine, role, config)
     return engine
@@ -72,5 +73,5 @@ def _warm_up(engine: Engine, role: Role, config: Config) -> None:
 
 
 def num_slots(engine: StepEngine) -> int:
-    """Tokens for which its pages have room."""
-    return engine.num_pages * engine.layout.page_size
+    """Tokens for which its pages have room; of a mixed model in texts that are within the window."""
+    return engine.num_pages // (1 + engine.num_windowed) * engine.layout.page_size

@@ -46,6 +46,9 @@ def make_tiers(
     Raises:
         ConfigError: there is not as much host memory.
     """
+    if layout.num_windowed and (config.host_bytes or config.disk_path):
+        _log.warning("no pages are kept below the pool: those of layers with a window have pages of their own here")
+        return None
     stores: list[TierStore] = []
     page_bytes = arena.layout.page_bytes
     if num_slots := config.host_bytes // page_bytes:

@@ -54,7 +54,7 @@ class Node(End):
         self._priority_ageing_s = spec.priority_ageing_s
         self.pool = PagePool(spec.num_pages, PAGE)
         self.scheduler = BatchScheduler(self.pool, spec.limits, salt=b"m", prefix_cache=spec.prefix_cache)
-        self.memory = Memory(self.pool, spec.limits.window)
+        self.memory = Memory(self.pool, spec.limits.window, spec.limits.num_windowed)
         self.runner = StepRunner(kernel, self.scheduler, self.memory, spec.step_time)
         self.load = LoadReport(self.scheduler, lambda: None, lambda: None)
         self.counters = WorkerCounters()

@@ -12,11 +12,10 @@ from prefill_worker.events import HandoffStats
 from prefill_worker.role import PrefillRole
 from tandem.core.errors import HandoffError, TandemError, WorkerLostError
 from tandem.core.identity import Role
-from tandem.core.pages import pages_for
 from tandem.worker.request import AttemptSpec
 from tests.support.ends import SenderEnd
 from tests.support.node import GRACE_S, LEASE_S, SESSION, Node, NodeSpec
-from tests.support.scripted_model import LAYOUT, NUM_LAYERS, PAGE
+from tests.support.scripted_model import LAYOUT, NUM_LAYERS
 
 RESEND_S, ANSWER_S = LEASE_S / 5, LEASE_S
 
@@ -46,7 +45,7 @@ class PrefillNode(Node, SenderEnd):
 
     def start(self, spec: AttemptSpec, receiver: str) -> None:
         self._targets[spec.key] = receiver
-        self.driver.open(spec.key, pages_for(len(spec.prompt_ids), PAGE), receiver)
+        self.driver.open(spec.key, self.scheduler.groups.num_handed_off(len(spec.prompt_ids)), receiver)
         self.runner.submit(lambda: self.core.start(SESSION, spec, receiver))
 
     def cancel(self, key: AttemptKey) -> None:

@@ -111,12 +111,12 @@ class _Chain:
 
 class Memory(Arena):
     """An arena whose pages are accounted for, and what computing does with it: a token reads the last `window` of its
-    sequence, itself included; 0: all."""
+    sequence, itself included; 0: all. Of a mixed model, with `num_windowed`, it does so where it reads those pages."""
 
-    def __init__(self, pool: PagePool, window: int = 0) -> None:
+    def __init__(self, pool: PagePool, window: int = 0, num_windowed: int = 0) -> None:
         assert np.dtype(np.uint64).itemsize == _SLOT_BYTES
         self.pool = pool
-        self._window = window
+        self._window, self._num_windowed = window, num_windowed
         self._slots = np.zeros((NUM_LAYERS, pool.num_pages, PAGE), np.uint64)
         data = memoryview(self._slots.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
         super().__init__(ArenaShape(NUM_LAYERS, pool.num_pages, LAYOUT.extent_bytes), data)
@@ -142,13 +142,23 @@ class Memory(Arena):
         chain = self._chains.setdefault((sequence.request_id, sequence.choice), _Chain())
         return chain.of(sequence.token_ids[:num_tokens])
 
-    def compute(self, layer: int, wanted: Slots, start: int, pages: Seq[int]) -> None:
-        """One layer of one item of a step: what its tokens see before them is read, and the new slots are written."""
-        states = {self.pool.state(page) for page in pages[num_hidden_pages(start, PAGE, self._window) :]}
+    def compute(self, layer: int, wanted: Slots, start: int, pages: Seq[int], windowed: Seq[int] = ()) -> None:
+        """One layer of a page, of one item of a step: what its tokens see before them is read, and the new slots are
+        written."""
+        if not self._num_windowed:
+            self._compute(layer, wanted ^ np.uint64(layer), start, pages, self._window)
+            return
+        self._compute(layer, wanted ^ np.uint64(layer), start, pages, 0)
+        for group in range(self._num_windowed):
+            of_layer = wanted ^ np.uint64(layer + NUM_LAYERS * (1 + group))
+            self._compute(layer, of_layer, start, windowed[group :: self._num_windowed], self._window)
+
+    def _compute(self, layer: int, of_layer: Slots, start: int, pages: Seq[int], window: int) -> None:
+        states = {self.pool.state(page) for page in pages[num_hidden_pages(start, PAGE, window) :]}
         assert states <= {PageState.USED}, f"a step uses pages that are {states}"
-        of_layer, last = wanted ^ np.uint64(layer), len(wanted)
+        last = len(of_layer)
         slots = self._slots[layer, pages].reshape(-1)
-        seen = slice(max(0, start - self._window + 1) if self._window else 0, start)
+        seen = slice(max(0, start - window + 1) if window else 0, start)
         assert (slots[seen] == of_layer[seen]).all(), "a step reads KV that is not its own"
         at = np.arange(start, last)
         self._slots[layer, np.array(pages)[at // PAGE], at % PAGE] = of_layer[start:]

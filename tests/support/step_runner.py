@@ -83,13 +83,13 @@ class StepRunner:
         items = []
         for item in batch.items:
             wanted = self._memory.kv_of(item.sequence, item.start + item.num_tokens)
-            items.append((wanted, item.start, list(item.sequence.pages)))
+            items.append((wanted, item.start, list(item.sequence.pages), list(item.sequence.windowed)))
 
         def compute(layer: int) -> None:
             if self.is_stopped:
                 return
-            for wanted, start, pages in items:
-                self._memory.compute(layer, wanted, start, pages)
+            for wanted, start, pages, windowed in items:
+                self._memory.compute(layer, wanted, start, pages, windowed)
             if on_layer is not None:
                 on_layer(layer)
 

@@ -173,6 +173,7 @@ class Layout(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
+    NUM_WINDOWED_FIELD_NUMBER: _builtins.int
     weights_sha256: _builtins.str
     dtype: _builtins.str
     """of K and V: "float32", "bfloat16", "float16", "int8" with a scale behind each head"""
@@ -185,6 +186,8 @@ class Layout(_message.Message):
     """"xxh3_64" """
     window: _builtins.int
     """tokens that a token sees in each layer; pages behind that are not sent; 0: all"""
+    num_windowed: _builtins.int
+    """of a mixed model: pages that so many tokens have for its layers with a window"""
     def __init__(
         self,
         *,
@@ -196,10 +199,11 @@ class Layout(_message.Message):
         page_size: _builtins.int = ...,
         digest: _builtins.str = ...,
         window: _builtins.int = ...,
+        num_windowed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "dtype", b"dtype", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "page_size", b"page_size", "weights_sha256", b"weights_sha256", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "dtype", b"dtype", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_windowed", b"num_windowed", "page_size", b"page_size", "weights_sha256", b"weights_sha256", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -231,3 +231,7 @@ def test_of_a_long_prompt_pages_count_as_far_as_the_next_token_sees_them() -> No
     for most_pages, fits in ((2, False), (3, True)):
         assert under_way.may_follow(120, 1, replace(ROOM, most_pages=most_pages, window=40)) is fits
         assert not under_way.may_follow(120, 1, replace(ROOM, most_pages=most_pages))
+    # Of a mixed model: eight pages for the layers that see all, and two for each of the three places for the others.
+    for most_pages, fits in ((13, False), (14, True)):
+        room = replace(ROOM, most_pages=most_pages, window=40, num_windowed=2)
+        assert under_way.may_follow(120, 1, room) is fits

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvtransfer.layout import KvFormat, LayoutId
 from router.policy.choose import choose, choose_prefill
+from router.policy.costs import has_room
 from router.policy.pool import ALONE, Share
 from router.policy.route import RequestFacts, Route, Why, Wishes
 from router.policy.snapshot import Link, Snapshot
@@ -123,6 +124,21 @@ def test_a_way_is_slow_only_for_pages_that_are_sent() -> None:
 
     assert [chosen(window, queued=400) for window in (0, 900, 300)] == ["p1 d0", "p1 d0", "p0 d0"]
     assert chosen(300, queued=300) == "p1 d0", "320 tokens are computed while the first 160 of them are sent"
+
+
+def test_of_a_mixed_model_pages_travel_as_far_as_each_kind_of_layer_sees() -> None:
+    """One layer in four sees all 63 pages of the prompt, the others the last six: as many as 324 tokens have."""
+    seen = KvFormat(replace(FORMAT.layout, num_layers=1, window=80, num_windowed=3), FORMAT.transport)
+    assert seen.layout.token_bytes == TOKEN_BYTES
+    assert seen.layout.num_sent_pages(1000) == 63 + 3 * 6
+
+    def chosen(queued: int) -> str:
+        prefill = [replace(load("p0"), kv_format=seen), replace(load("p1", queued=queued), kv_format=seen)]
+        return pair(prefill, [replace(load("d0"), kv_format=seen)], {"p0 d0": at(250)})
+
+    assert [chosen(queued) for queued in (250, 350)] == ["p1 d0", "p0 d0"], "296 ms longer than it is computed"
+    decode = [replace(load("d0"), kv_format=seen, num_available_pages=num_pages) for num_pages in (80, 81)]
+    assert [has_room(worker, FACTS) for worker in decode] == [False, True]
 
 
 def test_who_holds_pages_is_taken_over_a_slow_way_too() -> None:

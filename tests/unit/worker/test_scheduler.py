@@ -485,8 +485,7 @@ def test_pages_that_go_into_quarantine_are_used_by_nobody_that_a_prompt_waits_fo
 
 def test_where_tokens_see_a_window_pages_anywhere_in_it_end_a_shortage() -> None:
     """Those at its end are all that is seen: with them one more page is enough, and nobody has given any back."""
-    scheduler = make_scheduler(20, cache=True)
-    scheduler.limits = replace(scheduler.limits, window=2 * PAGE)
+    scheduler = windowed(20, 2 * PAGE)
     others = scheduler.pool.allocate(18) or []
     scheduler.add(long := prompt("long", 10 * PAGE))
     assert not step(scheduler).items
@@ -686,7 +685,7 @@ def test_a_sequence_holds_its_window_and_a_chunk_however_long_it_is(window: int,
         batch = step(scheduler)
         assert not batch.stalled
         assert not batch.preempted
-        assert len(long.held_pages) == scheduler.pool.counts().used <= most
+        assert len(scheduler.held_pages(long)) == scheduler.pool.counts().used <= most
         assert long.num_hidden == max(0, long.num_computed - window + 1) // PAGE
     assert long.num_output > 200
     scheduler.pool.release(scheduler.retire(long))

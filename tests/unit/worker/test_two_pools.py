@@ -59,16 +59,19 @@ class AnyTime:
     share=st.sampled_from([0.01, 0.5, 0.75, 1.0]),
     cancels=st.sampled_from([0.0, 0.2]),
     ageing_s=st.sampled_from([0.0, 2.5, 1000.0]),
-    window=st.sampled_from([0, 0, 1, 5, 9]),
+    window=st.sampled_from([(0, 0), (0, 0), (1, 0), (5, 0), (9, 0), (5, 1), (9, 3)]),
 )
 def test_whatever_comes_all_end(
     seed: int, num_prefills: int, num_decodes: int, slack: tuple[int, int], seqs: int, cache: bool, share: float,
-    cancels: float, ageing_s: float, window: int,
+    cancels: float, ageing_s: float, window: tuple[int, int],
 ) -> None:  # fmt: skip
     """Pools from just one largest request on; random prompts (some begin alike), priorities, delays and cancels."""
-    limits = [SchedulerLimits(seqs, 16, 8, 100, share, window=window) for share in (share, 1.0)]
+    seen, num_windowed = window
+    limits = [
+        SchedulerLimits(seqs, 16, 8, 100, share, window=seen, num_windowed=num_windowed) for share in (share, 1.0)
+    ]
     rng = random.Random(seed)
-    longest = 54 if window else 14
+    longest = 54 if seen else 14
     sizes = [(rng.randint(1, longest), rng.randint(2, 10), rng.randint(1, min(2, seqs))) for _ in range(NUM_REQUESTS)]
     most_pages = BatchScheduler(PagePool(1, PAGE), limits[0], salt=b"").most_pages
     prefill_pages = max(most_pages(p) for p, _, _ in sizes) + slack[0]

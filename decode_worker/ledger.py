@@ -30,7 +30,7 @@ from typing import Generic, TypeVar
 from kvtransfer.protocol.messages import AttemptKey
 from tandem.core.errors import OverloadedError
 from tandem.core.page_keys import PageKeys
-from tandem.core.pages import Shortage, pages_for
+from tandem.core.pages import Shortage
 from tandem.worker.scheduler import BatchScheduler
 
 RESERVED_SHARE = 0.25
@@ -231,18 +231,21 @@ class Ledger(Generic[A]):
         num_hidden, cached = groups.acquire(pool, keys)
         num_there = groups.places_of(len(cached), num_hidden)
         needed = self._scheduler.num_to_take(attempt.num_tokens, num_there)
+        looked_for: Sequence[bytes] = keys
+        num_to_begin = num_found = num_there
         is_local = self._is_local(attempt, num_there)
         if not is_local and groups.window:  # its pages are wanted as far as its first step sees them
             pool.release(cached)
             num_hidden = groups.num_hidden(attempt.num_tokens)
-            cached = pool.acquire(groups.listed_keys(keys, num_hidden))
+            looked_for = groups.listed_keys(keys, num_hidden)
+            cached = pool.acquire(looked_for)
             needed = groups.num_seen(attempt.num_tokens) - len(cached)
-            num_there = groups.places_of(len(cached), num_hidden)
+            num_there, num_found = groups.places_of(len(cached), num_hidden), len(cached)
         pages = None
         if self._leaves_growth(needed, pool.num_available) and (is_local or self._may_reserve(needed)):
             pages = pool.allocate(needed) if is_local else pool.reserve(needed)
         if pages is None:
-            attempt.shortage = pool.give_up(cached, needed, keys, self._scheduler.limits.window)
+            attempt.shortage = groups.give_up(pool, cached, needed, num_to_begin, looked_for, num_found)
             return False
         attempt.num_hidden, attempt.cached, attempt.pages = num_hidden, tuple(cached), tuple(pages)
         attempt.num_leading = len(cached) if groups.num_windowed else num_hidden + len(cached)
@@ -272,9 +275,8 @@ class Ledger(Generic[A]):
         shortage, since = attempt.shortage, self._pool.since(attempt.shortage)
         if shortage is None or since is None:
             return False
-        num_there = pages_for(attempt.num_tokens, self._pool.page_size) - shortage.needed
         has_room = self._leaves_growth(shortage.needed, since[0])
-        return not has_room or not (self._is_local(attempt, num_there) or self._may_reserve(shortage.needed))
+        return not has_room or not (self._is_local(attempt, shortage.num_there) or self._may_reserve(shortage.needed))
 
     def _is_local(self, attempt: A, num_there: int) -> bool:
         """Whether it is computed here where so many places of its beginning are there."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tandem.core.pages import PagePool, PageTable, num_hidden_pages, page_table, pages_for, windowed_key
+from tandem.core.pages import PagePool, PageTable, Shortage, num_hidden_pages, page_table, pages_for, windowed_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,33 @@ class LayerGroups:
                 return first, pool.acquire(self.listed_keys(keys[:end], first))
             end = missing  # a beginning that ends behind it, and no later than this one, needs it too
         return 0, []
+
+    def give_up(
+        self,
+        pool: PagePool,
+        cached: Sequence[int],
+        needed: int,
+        num_there: int,
+        keys: Sequence[bytes],
+        num_found: int,
+    ) -> Shortage | None:
+        """Release the `cached` pages of a text, as the `needed` others cannot be had.
+
+        In a mixed model a page that comes into a gap within a window may make the beginning longer. That is not looked
+        for: the text finds it when as many pages as it needs without that have been given back.
+
+        Args:
+            num_there: places of its beginning that were found.
+            keys: that it looked for.
+            num_found: how many of the leading ones it can use.
+
+        Returns:
+            What was found; `None`: where no layer sees all, pages anywhere in a window may make a longer beginning.
+        """
+        if self.num_windowed and pool.match(keys[num_found : num_found + 1]):
+            num_found = pool.match(keys)
+        shortage = pool.give_up(cached, needed, num_there, keys[num_found] if num_found < len(keys) else None)
+        return shortage if self.num_windowed or not self.window else None
 
     def _has(self, pool: PagePool, key: bytes) -> bool:
         """Whether the pages of a place for the layers with a window are cached."""

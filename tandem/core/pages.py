@@ -65,12 +65,14 @@ class Shortage:
 
     Attributes:
         needed: pages beside the cached ones.
+        num_there: its leading places whose pages are cached.
         next_key: of the first page that is not cached.
         num_available, num_used: pages of the pool, with the cached ones taken.
         num_given_back: as of the pool.
     """
 
     needed: int
+    num_there: int
     next_key: bytes | None
     num_available: int
     num_used: int
@@ -364,18 +366,11 @@ class PagePool:
             else:
                 self._to_free(page)
 
-    def give_up(self, cached: Sequence[int], needed: int, keys: Sequence[bytes], window: int) -> Shortage | None:
-        """Release the `cached` pages of a text with these `keys`, as the others that it needs cannot be had.
-
-        Returns:
-            What was found; `None`: where tokens see a window, pages anywhere in it may make a longer beginning.
-        """
+    def give_up(self, cached: Sequence[int], needed: int, num_there: int, next_key: bytes | None) -> Shortage:
+        """Release the `cached` pages of a text, as the others that it needs cannot be had; see `Shortage`."""
         num_available, num_used = self.num_available, self._num[PageState.USED]
         self.release(cached)
-        if window:
-            return None
-        next_key = keys[len(cached)] if len(cached) < len(keys) else None
-        return Shortage(needed, next_key, num_available, num_used, self.num_given_back)
+        return Shortage(needed, num_there, next_key, num_available, num_used, self.num_given_back)
 
     def since(self, shortage: Shortage | None) -> tuple[int, int] | None:
         """How many pages were available at most, and used at least, with the cached ones of that text taken now.

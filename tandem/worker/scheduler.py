@@ -352,7 +352,7 @@ class BatchScheduler:
             has_room = self._has_room(sequence, needed, self.pool.num_available, self.pool.counts().used)
         fresh = self.pool.allocate(needed) if has_room else None
         if fresh is None:
-            sequence.shortage = self.pool.give_up(cached, needed, keys, self.limits.window)
+            sequence.shortage = self.groups.give_up(self.pool, cached, needed, num_cached, keys, num_cached)
             return False
         num_places = pages_for(len(sequence.token_ids), self.pool.page_size)
         sequence.pages, sequence.windowed = self.groups.tables(cached + fresh, num_hidden, num_places)

@@ -138,8 +138,8 @@ class PoolAgainstModel(RuleBasedStateMachine):
         """A text wants pages and does not take them."""
         run = self.leading_run(keys)
         assert self.pool.acquire(keys) == run
-        shortage = self.pool.give_up(run, len(keys) - len(run) + num_behind, keys, window=0)
-        assert shortage is not None
+        next_key = keys[len(run)] if len(run) < len(keys) else None
+        shortage = self.pool.give_up(run, len(keys) - len(run) + num_behind, len(run), next_key)
         was_cached = [page for page in reversed(run) if page in self.cached]
         self.cached = [page for page in self.cached if page not in was_cached] + was_cached
         self.lacking.append((keys, num_behind, shortage))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.core.errors import InvalidRequestError, OverloadedError
-from tandem.core.pages import PagePool, page_keys, page_table
+from tandem.core.pages import PagePool, page_keys, page_table, windowed_key
 from tandem.core.sampling import SamplingParams
 from tandem.core.token_ids import token_ids
 from tandem.worker.batch import Batch, SchedulerLimits
@@ -494,6 +495,44 @@ def test_where_tokens_see_a_window_pages_anywhere_in_it_end_a_shortage() -> None
     assert [item.sequence.request_id for item in step(scheduler).items] == ["long"]
 
 
+def test_of_a_mixed_model_a_beginning_is_looked_through_again_only_where_it_may_be_longer() -> None:
+    scheduler = windowed(300, 9, num_windowed=1)
+    pool, looks = scheduler.pool, 0
+    match = pool.match
+
+    def counting(keys: Seq[bytes]) -> int:
+        nonlocal looks
+        looks += len(keys) > 100
+        return match(keys)
+
+    pool.match = counting  # type: ignore[assignment, method-assign]
+    keys = page_keys(prompt("long", 250 * PAGE).token_ids, PAGE, b"m")
+    begun = scheduler.groups.listed_keys(keys[:200], 198)  # its next token sees the last two places
+    held = pool.allocate(len(begun)) or []
+    for page, key in zip(held, begun, strict=True):
+        pool.publish(page, key)
+    pool.release(held)
+    others = pool.allocate(90) or []
+    scheduler.add(long := prompt("long", 250 * PAGE))
+    while pool.num_available < len(begun) + 50 + 5:  # for 50 places, and a window and a chunk of the others
+        assert not step(scheduler).items
+        assert looks == 1
+        pool.release([others.pop()])
+    assert [item.sequence for item in step(scheduler).items] == [long]
+    assert (looks, long.num_cached, long.num_hidden) == (2, 200 * PAGE, 200), "it has moved on by a chunk"
+    scheduler.pool.release(scheduler.remove(long))
+    # The 199th place lacks its page for layers with a window, and those before the 198th do: no beginning is of use.
+    pool.discard([windowed_key(keys[198], 0)])
+    others += pool.allocate(pool.num_available - 250) or []
+    scheduler.add(long := prompt("long", 250 * PAGE, arrival=1))
+    while pool.num_available < 250 + 5:
+        assert not step(scheduler).items
+        assert looks == 4, "to take it, and once more for what it lacks"
+        pool.release([others.pop()])
+    assert [item.sequence for item in step(scheduler).items] == [long]
+    assert (long.num_cached, long.num_hidden) == (0, 0)
+
+
 def test_nobody_overtakes_a_promoted_one_that_waits_for_pages() -> None:
     scheduler = make_scheduler(num_pages=6, tokens=64)
     (first,) = computed(scheduler, "first")
@@ -667,8 +706,10 @@ def test_all_pages_that_one_long_chunk_fills_are_published_with_it() -> None:
 # ---- windows
 
 
-def windowed(num_pages: int, window: int, *, chunk: int = 8, cache: bool = True) -> BatchScheduler:
-    limits = SchedulerLimits(8, 32, chunk, 100, window=window)
+def windowed(
+    num_pages: int, window: int, *, chunk: int = 8, cache: bool = True, num_windowed: int = 0
+) -> BatchScheduler:
+    limits = SchedulerLimits(8, 32, chunk, 100, window=window, num_windowed=num_windowed)
     return BatchScheduler(PagePool(num_pages, PAGE), limits, salt=b"m", prefix_cache=cache)
 
 

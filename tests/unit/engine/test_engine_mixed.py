@@ -15,6 +15,7 @@ from tandem.core.errors import UnsupportedModelError
 from tandem.core.layer_groups import LayerGroups
 from tandem.engine.engine import Engine, SequenceInput
 from tandem.engine.layer_places import LayerPlaces, layer_places
+from tandem.engine.random_model import ModelSpec, save
 
 NUM_TOKENS = 200
 #: Fused on a CPU; of five layers with a window, dealt out in threes, one page has an empty extent.
@@ -50,9 +51,31 @@ class Text:
         return SequenceInput(tokens, start, self.pages, num_logits, self.windowed)
 
 
-@pytest.mark.parametrize("kernels", ["auto", "torch"])
-@pytest.mark.parametrize("chunk", [7, 50])
+@pytest.mark.parametrize(("kernels", "chunk"), [("auto", 7), ("auto", 50), ("torch", 50)])
 def test_logits_are_those_of_all_pages_kept(model_dir: Path, kernels: str, chunk: int) -> None:
+    assert_same_logits(model_dir, kernels, chunk)
+
+
+#: Others whose layers differ: in the base of their RoPE, in sinks, in having RoPE at all.
+OTHERS: dict[str, dict[str, object]] = {
+    "gemma3_text": {"head_dim": 16, "num_hidden_layers": 6, "sliding_window_pattern": 3},
+    "gpt_oss": {"head_dim": 16, "num_hidden_layers": 2, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "cohere2": {"num_hidden_layers": 4},
+}
+
+
+@pytest.mark.parametrize("arch", OTHERS)
+def test_logits_of_other_architectures_are_those_of_all_pages_kept(arch: str, tmp_path: Path) -> None:
+    sizes = {
+        "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "vocab_size": 320, "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None,
+        "tie_word_embeddings": False, "sliding_window": WINDOW,
+    }  # fmt: skip
+    config = AutoConfig.for_model(arch, **(sizes | OTHERS[arch]))
+    assert_same_logits(save(ModelSpec(seed=3), tmp_path / arch, config), "auto", 50)
+
+
+def assert_same_logits(model_dir: Path, kernels: str, chunk: int) -> None:
     whole = helpers.load_engine(model_dir, kernels=kernels)
     mixed = helpers.load_engine(model_dir, kernels=kernels, mixed=True)
     assert whole.num_windowed == 0
@@ -65,13 +88,9 @@ def test_logits_are_those_of_all_pages_kept(model_dir: Path, kernels: str, chunk
     steps = [(start, min(start + chunk, 160)) for start in range(0, 160, chunk)]
     steps += [(start, start + 1) for start in range(160, NUM_TOKENS)]
     for start, end in steps:
-        # Two texts at different places: the second is a page behind.
-        parts = [(text, start, end) for text in range(2)] if start >= PAGE_SIZE else [(0, start, end), (1, start, end)]
-        num_logits = 1 if end == start + 1 else end - start
-        expected = whole.forward(
-            [SequenceInput(texts[n][a:b], a, all_pages[n], num_logits) for n, a, b in parts]
-        ).clone()
-        found = mixed.forward([in_groups[n].input(texts[n][a:b], a, num_logits) for n, a, b in parts])
+        now = [text[start:end] for text in texts]
+        expected = whole.forward([SequenceInput(now[n], start, all_pages[n], end - start) for n in range(2)]).clone()
+        found = mixed.forward([in_groups[n].input(now[n], start, end - start) for n in range(2)])
         assert torch.equal(found, expected)
         assert not found.isnan().any()
     hidden = groups_of(mixed).num_hidden(NUM_TOKENS - 1)

@@ -188,19 +188,23 @@ def test_who_found_no_page_goes_on_when_a_fence_frees_some_though_nothing_else_h
     assert world.requests["grows"].tokens == [[token_of(0, 0, position) for position in range(20)]]
 
 
-@pytest.mark.parametrize("window", [1, 6, 13])
+@pytest.mark.parametrize(("window", "num_windowed"), [(1, 0), (6, 0), (13, 0), (6, 2), (13, 1)])
 @pytest.mark.parametrize("is_split", [True, False], ids=["split", "colocated"])
-def test_where_tokens_see_a_window_pages_behind_it_are_never_missed(window: int, is_split: bool) -> None:
+def test_where_tokens_see_a_window_pages_behind_it_are_never_missed(
+    window: int, num_windowed: int, is_split: bool
+) -> None:
     """Few pages, preemptions, crashes, late and lost messages; the model reads all that its tokens see, and no more."""
 
     def windowed(spec: NodeSpec, num_pages: int) -> NodeSpec:
-        limits = replace(spec.limits, chunk_size=8, max_num_batched_tokens=24, window=window)
+        limits = replace(spec.limits, chunk_size=8, max_num_batched_tokens=24, window=window, num_windowed=num_windowed)
         return replace(spec, num_pages=num_pages, limits=limits)
 
+    # A request has 4, 6 and 10 pages at most; of mixed models 32 and 30, with 20 of the layers that see all.
+    num_pages = 32 if num_windowed else 4 + window
     spec = WorldSpec(
         2 if is_split else 0,
-        prefill=windowed(PREFILL, 20),
-        decode=windowed(DECODE, 4 + window),  # a request has 4, 6 and 10 at most
+        prefill=windowed(PREFILL, 40 if num_windowed else 20),
+        decode=windowed(DECODE, num_pages),
         link=LinkSpec(fault_share=0.03),
         mixed_pool_tokens=12 if is_split else 0,
         seed=window,

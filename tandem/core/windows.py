@@ -82,10 +82,10 @@ def num_pairs_in_window(start: int, num_new: int, window: int) -> float:
 
 
 def kept_windows(windows: Windows, *, on_cpu: bool) -> Windows:
-    """Of which tokens of a sequence a worker keeps K and V: what its engine, its ledger and handoffs do today.
+    """Of which tokens of a sequence a worker keeps K and V where a page holds all layers: as far back as one sees.
 
-    A page is one place in all layers, so pages leave a sequence where all layers have a window; where some see all,
-    all stay. What reckons with memory asks here, so that this is the one place to change when workers do better.
+    Mixed models keep less on CPUs, in pages that hold some of the layers (`tandem.core.layer_groups`), and all on GPUs.
+    Plans, which are for GPUs, and the simulator reckon with all; they ask here.
     """
     if not windows.are_everywhere:
         return NO_WINDOWS

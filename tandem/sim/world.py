@@ -142,8 +142,8 @@ class World:
             cores=self._cores, timeline=self.timeline, make_scheduler=self.make_scheduler, tiers=self.shape.tiers,
         )  # fmt: skip
         if self.shape.faults.deaths and role is Role.PREFILL:
-            window = pool.limits.window
-            self._retained[key] = RetainedPrompts(machine.pool, SALT, shares=self.shape.prefix_cache, window=window)
+            groups = machine.scheduler.groups
+            self._retained[key] = RetainedPrompts(machine.pool, SALT, shares=self.shape.prefix_cache, groups=groups)
         self._link_free_s[key] = 0.0
         return machine
 

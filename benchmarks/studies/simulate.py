@@ -132,8 +132,9 @@ def _taken_share(machine: Machine) -> float:
 
 
 def _held_share(machine: Machine) -> float:
-    slots = machine.pool.num_pages * machine.pool.page_size
-    return sum(sequence.num_computed for sequence in machine.scheduler.running) / slots
+    page_size = machine.pool.page_size
+    held = (one.num_computed - one.num_hidden * page_size for one in machine.scheduler.running)
+    return sum(held) / (machine.pool.num_pages * page_size)
 
 
 def _figures(world: World, outcomes: Sequence[Outcome], samples: Sequence[Sample]) -> Figures:

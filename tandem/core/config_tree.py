@@ -93,11 +93,19 @@ def _build(section: type[_Section], tree: Any, path: str, root: type[Any]) -> _S
     return section(**values)
 
 
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The known name that it may be a slip of, in words that go before a list of all; empty: none is near."""
+    by_lower = {one.lower(): one for one in known}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    return f"did you mean {by_lower[near[0]]}? " if near else ""
+
+
 def _suggestion(name: str, known_here: Iterable[str], root: type[Any]) -> str:
     """Where else the key is, or what it may be a slip of; and all that is known here."""
     elsewhere = [path for path in _paths(root) if path.rpartition(".")[2] == name]
-    meant = elsewhere or difflib.get_close_matches(name, list(known_here), n=1)
-    return (f"did you mean {' or '.join(meant)}? " if meant else "") + f"known here: {', '.join(known_here)}"
+    known = list(known_here)
+    meant = f"did you mean {' or '.join(elsewhere)}? " if elsewhere else did_you_mean(name, known)
+    return f"{meant}known here: {', '.join(known)}"
 
 
 def _paths(section: type[Any], prefix: str = "") -> Iterator[str]:

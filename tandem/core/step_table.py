@@ -87,7 +87,8 @@ def read_table(path: Path) -> Table:
         with path.open(newline="") as file:
             lines = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}", key="table") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"cannot read {path}: {why}; name a profile of steps with table", key="table") from error
     rows: dict[tuple[float, float], float] = {}
     prompts: dict[tuple[float, float], float] = {}
     for number, line in enumerate(lines, start=2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tandem.core.config_tree import did_you_mean
 from tandem.core.errors import ConfigError
 from tandem.core.step_times import Card
 
@@ -53,5 +54,7 @@ CARDS: dict[str, CardSheet] = {
 def find_card(name: str) -> CardSheet:
     """Raises `ConfigError`, which names those that are known."""
     if name not in CARDS:
-        raise ConfigError(f"{name} is no card that is known here; known: {', '.join(CARDS)}", key="--card")
+        raise ConfigError(
+            f"{name} is no card that is known here; {did_you_mean(name, CARDS)}known: {', '.join(CARDS)}", key="--card"
+        )
     return CARDS[name]

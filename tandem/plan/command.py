@@ -12,6 +12,7 @@ from tandem.bench.report import json_file
 from tandem.core.config_tree import read_yaml
 from tandem.core.errors import ConfigError
 from tandem.plan.calculators import (
+    Batch,
     Machine,
     Phase,
     Served,
@@ -49,6 +50,8 @@ def kv(options: argparse.Namespace) -> int:
         machine = _machine(options)
         room, most = _room(model, machine), largest_batch(model, machine, tokens).of_memory
         table.add_row(f"room on {_name(machine)}", f"{room:,} tokens: {most:,} sequences of {tokens:,}")
+    elif options.cards > 1:
+        raise ConfigError("--cards is how many of a card a worker has; name it with --card", key="--cards")
     out = _out()
     out.print(table)
     if model.shape.window:
@@ -57,9 +60,10 @@ def kv(options: argparse.Namespace) -> int:
 
 
 def roofline(options: argparse.Namespace) -> int:
-    """Time, intensity and bound of prompts and of decode steps."""
+    """Time, intensity and bound of prompts and of decode steps; for some of these there may be no room."""
     model, machine = _model(options), _machine(options)
     times = roofline_of(model, machine)
+    _room(model, machine)
     table = _table("step", "ms", "tokens/s", "operations a byte", "bound by")
     for tokens in options.tokens:
         table.add_row(f"prompt of {tokens:,}", *_phase(phase(times, prefill_terms(tokens, times.windows)), tokens))
@@ -67,7 +71,7 @@ def roofline(options: argparse.Namespace) -> int:
         most = largest_batch(model, machine, tokens).of_memory
         for batch in options.batch:
             shown = _phase(phase(times, decode_terms(batch, tokens, times.windows)), batch)
-            fits = "" if batch <= most else "  (no room for its K and V)"
+            fits = "" if batch <= most else " (no room)"
             table.add_row(f"{batch:,} x {tokens:,}{fits}", *shown)
     out = _out()
     out.print(table)
@@ -101,12 +105,14 @@ def cost(options: argparse.Namespace) -> int:
     found = rates(model, machine, options.input, options.output, options.tpot_ms / 1e3 if options.tpot_ms else None)
     table = _table("a million tokens of", "tokens/s of a worker", "cost")
     table.add_row("prompts", f"{found.prefill:,.0f}", f"{cost_per_million(price, found.prefill):.3f}")
-    table.add_row(
-        f"output, batch {found.batch.most:,}", f"{found.decode:,.0f}", f"{cost_per_million(price, found.decode):.3f}"
-    )
+    of_output = f"{cost_per_million(price, found.decode):.3f}" if found.batch.most else "-"
+    table.add_row(f"output, batch {found.batch.most:,}", f"{found.decode:,.0f}", of_output)
     out = _out()
     out.print(table)
-    out.print(f"\nWorkers that are always busy; the batch is bound by {found.batch.bound}.")
+    if found.batch.most:
+        out.print(f"\nWorkers that are always busy; the batch is bound by {found.batch.bound}.")
+    else:
+        out.print(f"\nNo output: {_why_none(model, machine, options.input + options.output, found.batch)}.")
     return 0
 
 
@@ -140,6 +146,17 @@ def _model(options: argparse.Namespace) -> Served:
 
 def _machine(options: argparse.Namespace) -> Machine:
     return Machine(find_card(options.card), options.cards)
+
+
+def _why_none(model: Served, machine: Machine, num_tokens: int, batch: Batch) -> str:
+    if not batch.of_memory:
+        return (
+            f"{_name(machine)} has no room for the K and V of one request of {num_tokens:,} tokens; take more cards, "
+            "or shorter requests"
+        )
+    times = roofline_of(model, machine)
+    alone_s = times.seconds(decode_terms(1, num_tokens, times.windows))
+    return f"a step takes {alone_s * 1e3:.3g} ms for one request alone; raise --tpot-ms, or take more cards"
 
 
 def _said_of_windows(model: Served) -> str:

@@ -98,6 +98,11 @@ def _types(tree: Any) -> dict[str, TypeSpec]:
         )
     types = {}
     for name, keys in tree.items():
+        if not isinstance(keys, dict | None):
+            raise ConfigError(
+                f"types.{name} must hold keys and values, as {{card: h100, price: 4.0}}, not {keys!r}",
+                key=f"types.{name}",
+            )
         try:
             types[str(name)] = build(TypeSpec, keys or {})
         except ConfigError as error:

@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from tandem.core.errors import ConfigError
+from tandem.core.identity import WORKER_ROLES, Role
 from tandem.plan.calculators import rates
 from tandem.plan.plan_file import LEAST_POWER, Plan, TypeSpec
-from tandem.plan.simulate import Kept, Means, Pools
+from tandem.plan.simulate import Kept, Means, Pools, has_room
 
 Evaluate = Callable[[Pools], Kept]
 """What the pools keep; asked more than once for the same ones, it answers at once."""
@@ -40,11 +42,28 @@ class Pair:
 
 
 def pairs(plan: Plan, types: dict[str, TypeSpec], means: Means) -> Iterator[Pair]:
-    """All that may serve a load of such requests."""
+    """All that may serve a load of such requests.
+
+    Raises:
+        ConfigError: none has room for the longest of them.
+    """
     served = plan.served
+    roomy = {
+        role: [name for name, spec in types.items() if has_room(plan, spec, role, means.longest)]
+        for role in WORKER_ROLES
+    }
+    for role, names in roomy.items():
+        if not any(types[name].roles in ("both", role.value) for name in names):
+            raise ConfigError(
+                f"no type for {role.value} has room for the K and V of the longest request, of {means.longest:,} "
+                "tokens; give one more cards, or take a load of shorter ones",
+                key="types",
+            )
     for prefill_name, prefill in types.items():
         for decode_name, decode in types.items():
             if prefill.roles == "decode" or decode.roles == "prefill":
+                continue
+            if prefill_name not in roomy[Role.PREFILL] or decode_name not in roomy[Role.DECODE]:
                 continue
             lengths = math.ceil(means.num_input), math.ceil(means.num_output), plan.slo.tpot_ms * 1e-3
             of_prefill, of_decode = rates(served, prefill.machine, *lengths), rates(served, decode.machine, *lengths)

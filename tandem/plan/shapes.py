@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tandem.core.config_tree import did_you_mean
 from tandem.core.dtypes import kv_head_bytes
 from tandem.core.errors import ConfigError
 from tandem.core.model_path import text_config
@@ -145,14 +146,20 @@ def find_shape(model: str) -> ModelShape:
     directory = Path(model).expanduser()
     file = directory / "config.json" if directory.is_dir() else directory
     if not file.is_file():
+        known = f"{did_you_mean(directory.name, KNOWN)}known: {', '.join(KNOWN)}"
+        if directory.is_dir():
+            raise ConfigError(
+                f"{model} has no config.json; name a checkpoint's directory, or a model; {known}", key="--model"
+            )
         raise ConfigError(
-            f"{model} is no model that is known here, and no directory with a config.json; known: {', '.join(KNOWN)}",
+            f"{model} is no model that is known here, and no directory with a config.json (nothing is downloaded); "
+            f"{known}",
             key="--model",
         )
     try:
         config = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}", key="--model") from error
+        raise ConfigError(f"{file} cannot be read as a config.json: {error}", key="--model") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{file} must hold an object, not {type(config).__name__}", key="--model")
     return _of_config(directory.name, config)

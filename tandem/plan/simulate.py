@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 from tandem.bench.load.block_names import BlockNames
 from tandem.core.errors import ConfigError
 from tandem.core.identity import Role
+from tandem.core.pages import PagePool
 from tandem.core.time_model import ModelSpec, PoolSpec
 from tandem.plan.calculators import kv_room, roofline
 from tandem.plan.plan_file import Plan, TypeSpec
@@ -24,6 +25,8 @@ from tandem.sim.outcome import Outcome
 from tandem.sim.scenario import LoadSpec, Scenario, arrivals
 from tandem.sim.shape import WorldShape
 from tandem.sim.world import World
+from tandem.worker.limits import Site, scheduler_limits
+from tandem.worker.scheduler import BatchScheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,12 +146,13 @@ def _rate(load: Sequence[Arrival]) -> float:
 
 class Means(NamedTuple):
     """Of a load's requests: tokens of a prompt, those of it that an endless prefix cache would not have, and tokens of
-    an output, on average; and requests a second."""
+    an output, on average; requests a second; and the tokens of the longest one."""
 
     num_input: float
     num_computed: float
     num_output: float
     rate: float
+    longest: int
 
 
 def mean_lengths(plan: Plan) -> Means:
@@ -158,7 +162,16 @@ def mean_lengths(plan: Plan) -> Means:
         _, num_seen = names.keys(one.block_ids if plan.tandem.cache.prefix_cache else ())
         num_computed += max(1, one.num_input - num_seen * one.block_size)
     num_input, num_output = sum(one.num_input for one in load), sum(one.num_output for one in load)
-    return Means(num_input / num, num_computed / num, num_output / num, _rate(load))
+    longest = max(one.num_input + one.num_output for one in load)
+    return Means(num_input / num, num_computed / num, num_output / num, _rate(load), longest)
+
+
+def has_room(plan: Plan, spec: TypeSpec, role: Role, num_tokens: int) -> bool:
+    """Whether a worker of this type may serve a request of so many tokens: the pages that its scheduler would want."""
+    served, page_size = plan.served, plan.tandem.cache.page_size
+    room = kv_room(served, spec.machine)
+    limits = scheduler_limits(plan.tandem, Site(role, on_cpu=False), room, served.kept.window)
+    return BatchScheduler(PagePool(1, page_size), limits, salt=b"").most_pages(num_tokens) <= room // page_size
 
 
 @lru_cache(maxsize=16)

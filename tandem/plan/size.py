@@ -100,13 +100,14 @@ def size(
     """`told` hears how many simulations there were.
 
     Raises:
-        ConfigError: no pools of `plan.most` workers keep the targets, or none are within the budget.
+        ConfigError: a request fits into no type, no pools of `plan.most` workers keep the targets, or none are within
+            the budget.
     """
     candidates = list(pairs(plan, types, mean_lengths(plan)))
     if not candidates:
         raise ConfigError(
-            f"no type can generate a token in slo.tpot_ms ({plan.slo.tpot_ms:g} ms) with room for one request; "
-            "raise it, or take types with more bytes a second",
+            f"no type for decode can generate a token in slo.tpot_ms ({plan.slo.tpot_ms:g} ms), even for one request "
+            "alone; raise it, or take types with more bytes a second",
             key="slo.tpot_ms",
         )
     simulations = _Simulations(types, processes or len(os.sched_getaffinity(0)), told)
@@ -125,8 +126,10 @@ def _cheapest(plan: Plan, types: dict[str, TypeSpec], candidates: Sequence[Pair]
     )
     best = [(pair, pools) for pair, pools in zip(candidates, tried, strict=True) if pools is not None]
     if not best:
+        pools, kept = max(simulations.tries(plan), key=lambda one: (one[0].num_prefill, one[0].num_decode, one[1].both))
         raise ConfigError(
-            f"no pools of up to {plan.most} workers each keep the targets for {plan.slo.share:.0%} of the requests; "
+            f"no pools of up to {plan.most} workers each keep the targets for {plan.slo.share:.0%} of the requests: "
+            f"with {pools}, until too many had missed, {kept.ttft:.0%} kept slo.ttft_ms, {kept.tpot:.0%} slo.tpot_ms; "
             "raise most, or ask for less in slo",
             key="most",
         )
@@ -141,7 +144,10 @@ def _most_goodput(
 ) -> Found:
     choices = [(pair, pools) for pair in candidates for pools in within(plan, types, pair)]
     if not choices:
-        raise ConfigError(f"the budget of {plan.budget:g} is less than a worker of each role costs", key="budget")
+        least = min(price(plan, types, pair.pools(1, 1)) for pair in candidates)
+        raise ConfigError(
+            f"the budget of {plan.budget:g} is less than a worker of each role costs: {least:g}; raise it", key="budget"
+        )
 
     def expected(choice: tuple[Pair, Pools]) -> float:
         pair, pools = choice

@@ -88,7 +88,7 @@ class LoadSpec:
     speed: float = key(1.0, "Times as fast as it was recorded.", minimum=0.001)
     then: tuple[str, ...] = key((), "Traces that follow, each from the last request of the one before on.")
     copies: int = key(1, "Times that each request comes; but for the first up to half a minute off.", minimum=1)
-    requests: int = key(1000, "How many are drawn.", minimum=1)
+    requests: int = key(1000, "How many are drawn.", minimum=1, maximum=10_000_000)
     rate: float = key(10.0, "Requests a second that are drawn, at random times.", minimum=0.000001)
     input_median: float = key(1000.0, "Tokens of a prompt that is drawn: lognormal around this.", minimum=1)
     input_spread: float = key(0.8, "Standard deviation of their logarithm.", minimum=0, maximum=10)
@@ -110,6 +110,15 @@ class LoadSpec:
             raise ConfigError("is about the conversations of a trace: name one (load.trace)", key="load.closed")
         if self.concurrency and not self.conversations:
             raise ConfigError("is of users that hold conversations: say how many", key="load.concurrency")
+
+    def __post_init__(self) -> None:
+        of_traces = {"limit": self.limit > 0, "speed": self.speed != 1, "then": self.then, "copies": self.copies > 1}
+        if not self.trace and (given := [name for name, is_given in of_traces.items() if is_given]):
+            raise ConfigError(
+                f"load.{given[0]} is of traces, and these requests are drawn; name a trace with load.trace, or leave "
+                "it out",
+                key=f"load.{given[0]}",
+            )
 
 
 @dataclass(frozen=True)

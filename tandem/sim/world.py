@@ -668,7 +668,14 @@ class World:
     def _die(self, death: Death) -> None:
         machine = self.fleet.die(death.worker, self.shape.start_s)
         if machine is None:
-            raise ConfigError(f"no worker {death.worker} is there at {death.at_s:g} s to die", key="faults")
+            there = [
+                f"{machine.role.value}-0" for machine in self.machines.values() if machine.key.worker_id.endswith("-0")
+            ]
+            raise ConfigError(
+                f"no worker {death.worker} is there at {death.at_s:g} s to die; those of a pool are numbered from "
+                f"{' and '.join(there)} on",
+                key="faults",
+            )
         machine.die()
         self.kernel.after(self.shape.message_s, partial(self._died, machine))
 

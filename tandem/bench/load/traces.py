@@ -48,8 +48,9 @@ def load_trace(
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the trace cannot be read: {error}", key=key) from error
-    format = format or detect_format(text, path)
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"cannot read the trace {path}: {why}; name an existing file with {key}", key=key) from error
+    format = format or detect_format(text, path, key)
     try:
         entries = list(islice(_entries(text, format, tokenizer, block_size), limit))
     except (KeyError, ValueError, TypeError, AttributeError) as error:
@@ -60,8 +61,8 @@ def load_trace(
     return _from_first_arrival(entries)
 
 
-def detect_format(text: str, path: Path) -> TraceFormat:
-    """By the first characters. Raises `ConfigError` where they fit none."""
+def detect_format(text: str, path: Path, key: str = "--trace") -> TraceFormat:
+    """By the first characters. Raises `ConfigError` where they fit none; `key` is the option that named the file."""
     first_line = text.lstrip().split("\n", 1)[0].strip()
     if first_line.split(",")[: len(_AZURE_COLUMNS)] == list(_AZURE_COLUMNS):
         return "azure"
@@ -69,7 +70,8 @@ def detect_format(text: str, path: Path) -> TraceFormat:
         return "mooncake"
     if first_line.startswith("["):
         return "sharegpt"
-    raise ConfigError(f"{path} looks like none of {', '.join(FORMATS)}; name one with --format", key="--format")
+    by = "--format" if key == "--trace" else key  # of files, traces are what they look like
+    raise ConfigError(f"{path} looks like none of {', '.join(FORMATS)}; name one with {by}", key=by)
 
 
 def scaled(entries: Iterable[TraceEntry], *, lengths: float = 1.0, time: float = 1.0) -> list[TraceEntry]:

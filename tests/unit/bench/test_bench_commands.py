@@ -170,7 +170,7 @@ def test_blocks_that_repeat_are_sent_alike_and_what_is_too_long_is_cut(
         (("--concurrency", "1", "--url", "nonsense"), "no URL of a server"),
         (("--concurrency", "1", "--url", "http://127.0.0.1:99999"), "no URL of a server"),
         (("--concurrency", "1", "--url", "http://127.0.0.1:9", "--json", "/proc/run.json"), "cannot be written"),
-        (("--trace", "/none.csv"), "the trace cannot be read"),
+        (("--trace", "/none.csv"), "cannot read the trace /none.csv: No such file or directory"),
         (("--vocab", "0:1", "--tokenizer", "CHECKPOINT"), "--vocab names no ids but special ones"),
         (("--concurrency", "1", "--model", "other"), "it serves: toy, toy/alias"),
         (("--concurrency", "1", "--input-len", "300"), "longer than the context of 256"),

@@ -129,7 +129,7 @@ def test_what_is_no_trace_is_said_so(tmp_path: Path, text: str, format: str | No
 
 
 def test_a_trace_that_is_not_there_is_said_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="name an existing file with --trace"):
         load_trace(tmp_path / "none")
 
 

@@ -226,6 +226,8 @@ def test_a_model_that_cannot_be_is_refused(
         ("roofline --model llama-3-8b --card h100 --batch 1", "reading"),
         ("batch --model llama-3-8b --card h100 --tokens 4096 --tpot-ms 30", "104 (bound by KV memory)"),
         ("cost --model llama-3-8b --card h100 --price 2.5", "0.053"),
+        ("cost --model llama-3-8b --card h100 --price 2 --tpot-ms 1", "8.05 ms for one request alone; raise --tpot-ms"),
+        ("cost --model llama-3-8b --card h100 --price 2 --input 500000", "has no room for the K and V of one request"),
     ],
 )
 def test_each_calculator_is_a_command(line: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,8 +238,13 @@ def test_each_calculator_is_a_command(line: str, shown: str, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ("kv --model none", "known: llama-2-7b"),
+        ("kv --model none", "(nothing is downloaded); known: llama-2-7b"),
+        ("kv --model meta-llama/Llama-3-8B", "did you mean llama-3-8b?"),
+        ("kv --model /proc", "/proc has no config.json"),
+        ("kv --model llama-3-8b --cards 2", "name it with --card"),
         ("batch --model llama-3-8b --card none", "known: a100"),
+        ("batch --model llama-3-8b --card H100", "did you mean h100?"),
+        ("roofline --model llama-3-70b --card h100", "take more cards, or fewer bits"),
         ("cost --model llama-3-70b --card h100 --price 1", "take more cards, or fewer bits"),
     ],
 )

@@ -24,7 +24,7 @@ from tandem.cli import main
 from tandem.core.errors import ConfigError
 from tandem.plan.files import write_files
 from tandem.plan.plan_file import Plan, TypeSpec, read_plan
-from tandem.plan.search import Pair, cheapest, most_speed, price, within
+from tandem.plan.search import Pair, cheapest, most_speed, pairs, price, within
 from tandem.plan.simulate import Kept, Means, Pools, mean_lengths, simulate
 from tandem.plan.size import Found, size
 from tests.support.waiting import nothing, wait_until
@@ -106,6 +106,8 @@ def plan_file(directory: Path, **changes: Any) -> Path:
     [
         ({"types": None}, "types must name one type"),
         ({"types": {"a": {"card": "none"}}}, "none is no card"),
+        ({"types": {"a": 3}}, r"types\.a must hold keys and values, as \{card: h100, price: 4.0\}, not 3"),
+        ({"load": {"copies": 2}}, r"load\.copies is of traces, and these requests are drawn"),
         ({"types": {"a": {"prize": 1}}}, r"types\.a: unknown key prize; did you mean price"),
         ({"types": {"a": {"card": "l4"}}, "model": {"name": "llama-3-70b"}}, r"types\.a: its memory has no room"),
         ({"types": {"a": {"roles": "decode"}}}, "no type may serve as prefill"),
@@ -180,6 +182,38 @@ def test_what_a_trace_says_prompts_share_is_computed_once(tmp_path: Path) -> Non
     without, of_without = found("alike", lambda _: list(range(8)), tandem={"cache": {"prefix_cache": False}})
     assert without.busy_prefill == pytest.approx(other.busy_prefill)
     assert of_without == of_other
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"slo": {"tpot_ms": 1}}, r"no type for decode can generate a token in slo\.tpot_ms \(1 ms\), even for one"),
+        ({"load": {"requests": 3, "input_median": 9e5, "input_spread": 0}}, "has room for the K and V of the longest"),
+        ({"goal": "most_goodput", "budget": 7}, "less than a worker of each role costs: 8; raise it"),
+        (
+            {"slo": {"ttft_ms": 1}, "most": 1, "load": {"requests": 9}},
+            r"with 1 prefill \(h100\), 1 decode \(h100\), until too many had missed, 0% kept slo\.ttft_ms, 100% slo",
+        ),
+    ],
+)
+def test_why_nothing_is_found_is_said(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+    plan, types = read_plan(plan_file(tmp_path, **changes))
+    with pytest.raises(ConfigError, match=named):
+        size(plan, types, processes=1)
+
+
+def test_a_type_without_room_for_the_longest_request_is_left_out(tmp_path: Path) -> None:
+    """An L4 has room for the mean ones: it would be in the way of those that come after."""
+    load = {"requests": 40, "input_median": 8000, "output_median": 20}
+    of_types = {"l4": {"card": "l4"}, "h100": {}}
+    plan, types = read_plan(plan_file(tmp_path, load=load, slo={"tpot_ms": 200}, types=of_types))
+    means = mean_lengths(plan)
+    assert means.num_input < 15_000 < 40_000 < means.longest
+    assert {(pair.prefill_type, pair.decode_type) for pair in pairs(plan, types, means)} == {("h100", "h100")}
+    short = means._replace(longest=10_000)
+    assert len(list(pairs(plan, types, short))) == 4
 
 
 def test_texts_longer_than_the_pages_are_planned_where_all_layers_have_a_window(tmp_path: Path) -> None:

@@ -85,6 +85,10 @@ def test_keys_of_tandem_yaml_reach_the_schedulers(tmp_path: Path) -> None:
         ("load: {input_spread: 1000}", "load.input_spread is 1000.0, must be at most 10"),
         ("prefill: {workers: 9}\npools: {prefill: {max: 4}}", "prefill.workers is 9, and pools.prefill goes from 9 to"),
         ("times: guessed", "times is 'guessed', must be one of roofline, fitted"),
+        (
+            "load: {then: [more.csv]}",
+            "load.then is of traces, and these requests are drawn; name a trace with load.trace",
+        ),
         ("load: {rate: often}", "load.rate must be a number"),
         ("prefill: {workers: 0}\npools: {prefill: {max: 4}}", "prefill.workers is 0, and pools.prefill goes up to 4"),
         ("faults: [decode-0@1=0.5]", "a slow way out of 'decode-0', and must name a prefill worker .*: prefill-0$"),
@@ -237,7 +241,12 @@ def test_slow_ways_reach_the_world(tmp_path: Path) -> None:
 
 def test_a_trace_that_is_not_there_is_named(tmp_path: Path) -> None:
     scenario = read_scenario(scenario_file(tmp_path, "load: {trace: none.csv}"))
-    with pytest.raises(ConfigError, match=r"none\.csv"):
+    with pytest.raises(
+        ConfigError, match=r"none\.csv: No such file or directory; name an existing file with load\.trace"
+    ):
+        arrivals(scenario, tmp_path)
+    (tmp_path / "none.csv").write_text("hello")
+    with pytest.raises(ConfigError, match=r"looks like none of azure, mooncake, sharegpt; name one with load\.trace"):
         arrivals(scenario, tmp_path)
 
 

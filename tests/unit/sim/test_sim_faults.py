@@ -107,7 +107,9 @@ def test_who_finds_no_worker_waits_for_a_new_one_but_not_for_ever() -> None:
 
 
 def test_a_death_of_nobody_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"no worker decode-3 is there at 0.1 s to die"):
+    with pytest.raises(
+        ConfigError, match=r"no worker decode-3 is there at 0\.1 s to die; .* prefill-0 and decode-0 on"
+    ):
         World(dying(1, 1, Death("decode-3", 0.1))).run([ONE])
     with pytest.raises(ConfigError, match=r"decode-0@30"):
         parse_fault("decode-0")

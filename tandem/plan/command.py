@@ -28,7 +28,7 @@ from tandem.plan.calculators import (
     roofline as roofline_of,
 )
 from tandem.plan.cards import find_card
-from tandem.plan.files import check_directory, write_files
+from tandem.plan.files import check_before, write_files
 from tandem.plan.plan_file import read_plan
 from tandem.plan.report import report
 from tandem.plan.shapes import find_shape
@@ -124,7 +124,7 @@ def size(options: argparse.Namespace) -> int:
     json_file.check_before(options.json)
     base = read_yaml(options.cluster, "--cluster") if options.cluster is not None else {}
     if options.out is not None:
-        check_directory(options.out)
+        check_before(options.out, base, plan, types)
     err, out = Console(stderr=True), _out()
     columns = SpinnerColumn(), TextColumn("{task.completed} simulations"), TimeElapsedColumn()
     with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as progress:

@@ -17,8 +17,31 @@ _ROLES = ("prefill", "decode")
 _TANDEM, _CLUSTER = "tandem.yaml", "cluster.yaml"
 
 
-def check_directory(directory: Path) -> None:
-    """Make it; asked before a search. Raises `ConfigError` where the files cannot be written there."""
+def check_before(directory: Path, base: dict[str, Any], plan: Plan, types: dict[str, TypeSpec]) -> None:
+    """Make the directory; asked before a search. `base`: as of `write_files`.
+
+    Raises:
+        ConfigError: no files could be written there, or none of what the plan has, or `base` is no cluster.yaml.
+    """
+    _check_plan_served(plan)
+    for role in _ROLES:
+        of_role = {name: spec for name, spec in types.items() if spec.roles in ("both", role)}
+        if of_role and all(spec.cards > 1 for spec in of_role.values()):
+            _check_type_served(*next(iter(of_role.items())))
+    nodes = _section(base, "available_node_types", "available_node_types")
+    for role in _ROLES:
+        _section(_section(nodes, role, f"available_node_types.{role}"), "node_config", f"{role}.node_config")
+    _check_directory(directory)
+
+
+def _section(tree: dict[str, Any], name: str, shown: str) -> dict[str, Any]:
+    found = tree.get(name) or {}
+    if not isinstance(found, dict):
+        raise ConfigError(f"{shown} of the cluster.yaml must hold keys and values, not {found!r}", key="--cluster")
+    return found
+
+
+def _check_directory(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -52,15 +75,23 @@ def write_files(
 def _check_served(plan: Plan, types: dict[str, TypeSpec], found: Found) -> None:
     """What arithmetic can do and a cluster on GPUs cannot, yet."""
     for name in {found.best.prefill_type, found.best.decode_type}:
-        if types[name].cards > 1:
-            raise ConfigError(
-                f"types.{name}.cards is {types[name].cards}, and a worker serves on one GPU: no files are written",
-                key="--out",
-            )
+        _check_type_served(name, types[name])
+    _check_plan_served(plan)
+
+
+def _check_type_served(name: str, spec: TypeSpec) -> None:
+    if spec.cards > 1:
+        raise ConfigError(
+            f"types.{name}.cards is {spec.cards}, and a worker serves on one GPU: no files are written; omit --out",
+            key="--out",
+        )
+
+
+def _check_plan_served(plan: Plan) -> None:
     if plan.model.weight_bits != 16 or plan.model.kv_dtype not in ("bfloat16", "float16"):
         raise ConfigError(
             f"the plan has weights of {plan.model.weight_bits:g} bits and K and V in {plan.model.kv_dtype}, and GPUs "
-            "serve 16 bits of both: no files are written",
+            "serve 16 bits of both: no files are written; omit --out",
             key="--out",
         )
 

@@ -200,9 +200,11 @@ def _of_config(name: str, config: dict[str, Any]) -> ModelShape:
 
 
 def _windows(name: str, config: dict[str, Any], layers: int) -> Windows:
+    if not isinstance(kinds := config.get("layer_types") or [], list):
+        raise ConfigError(f"the config.json of {name} must have a list of layer_types, not {kinds!r}", key="--model")
     try:
         windows = windows_of({**config, "num_hidden_layers": layers})
-    except (TypeError, ValueError) as error:
+    except (ArithmeticError, TypeError, ValueError) as error:
         raise ConfigError(
             f"the config.json of {name} says no windows of layers that can be: {error}", key="--model"
         ) from error

@@ -195,6 +195,15 @@ SMALL = {"hidden_size": 64, "n_layer": 2, "n_head": 2, "vocab_size": 100}
         (SMALL | {"num_local_experts": -1}, "says -1 of num_local_experts"),
         (SMALL | {"n_head": 65}, "more heads than their hidden size, 64"),
         (SMALL | {"model_type": "mistral", "sliding_window": -5}, "says -5 of sliding_window"),
+        (
+            SMALL | {"sliding_window": 8, "layer_types": "sliding_attention"},
+            "must have a list of layer_types, not 'slid",
+        ),
+        (
+            SMALL
+            | {"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 8, "no_rope_layer_interval": 0},
+            "no windows of layers that can be",
+        ),
         (SMALL | {"model_type": "mistral", "sliding_window": "wide"}, "no windows of layers that can be"),
         (
             SMALL | {"sliding_window": 8, "layer_types": ["sliding_attention"]},

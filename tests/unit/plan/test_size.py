@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from tandem.cli import main
 from tandem.core.errors import ConfigError
-from tandem.plan.files import write_files
+from tandem.plan.files import check_before, write_files
 from tandem.plan.plan_file import Plan, TypeSpec, read_plan
 from tandem.plan.search import Pair, cheapest, most_speed, pairs, price, within
 from tandem.plan.simulate import Kept, Means, Pools, mean_lengths, simulate
@@ -291,7 +291,23 @@ def test_no_files_are_written_for_what_is_not_served(tmp_path: Path, changes: di
     found = Found(pair.pools(1, 1), kept(1.0), pair, 1.0, [], [])
     with pytest.raises(ConfigError, match=named):
         write_files(tmp_path / "out", {}, plan, types, found)
+    with pytest.raises(ConfigError, match=named):  # also before a search
+        check_before(tmp_path / "out", {}, plan, types)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("base", "named"),
+    [
+        ({"available_node_types": 3}, "available_node_types of the cluster.yaml must hold keys and values, not 3"),
+        ({"available_node_types": {"prefill": 3}}, r"available_node_types\.prefill of the cluster.yaml must"),
+        ({"available_node_types": {"decode": {"node_config": "x"}}}, r"decode\.node_config of the cluster.yaml must"),
+    ],
+)
+def test_what_is_no_cluster_file_is_told_before_a_search(tmp_path: Path, base: dict[str, Any], named: str) -> None:
+    plan, types = read_plan(plan_file(tmp_path))
+    with pytest.raises(ConfigError, match=named):
+        check_before(tmp_path / "out", base, plan, types)
 
 
 @pytest.mark.processes

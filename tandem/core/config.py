@@ -182,6 +182,11 @@ class CacheConfig:
         True, "Keep full pages of ended requests for prompts that begin alike; the least recently used go first. Turn "
         "it off where prompts share nothing."
     )
+    mixed_windows: bool = _key(
+        True, "Of models of which some layers see a sliding window and others all (Gemma 2 and 3, gpt-oss), workers on "
+        "CPUs give back the pages of the former behind the window. Turn it off to keep copies of such models' pages "
+        "(`disk_path`, `host_bytes`), or where they are handed off between CPUs and GPUs."
+    )
     disk_path: str = _key(
         "", "Directory for copies of cached pages, which outlive eviction and the worker; each worker makes one of its "
         "own in it, on its node. Set it where prompts come again later than memory lasts; empty: none are kept on disk."

@@ -61,7 +61,7 @@ def load_engine(
         max_context=max_context,
         weight_register=weight_register,
         kernels=config.model.kernels,
-        mixed=True,
+        mixed=config.cache.mixed_windows,
     )
     _warm_up(engine, role, config)
     return engine

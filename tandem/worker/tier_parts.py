@@ -47,7 +47,10 @@ def make_tiers(
         ConfigError: there is not as much host memory.
     """
     if layout.num_windowed and (config.host_bytes or config.disk_path):
-        _log.warning("no pages are kept below the pool: those of layers with a window have pages of their own here")
+        _log.warning(
+            "no pages are kept below the pool, since some layers see a window and have pages of their own; turn "
+            "cache.mixed_windows off to keep all pages, and copies of them"
+        )
         return None
     stores: list[TierStore] = []
     page_bytes = arena.layout.page_bytes

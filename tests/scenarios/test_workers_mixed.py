@@ -41,6 +41,7 @@ GROUPS = LayerGroups(PAGE, WINDOW, 3)
 NUM_PAGES = 84  # 336 tokens, were all kept
 MOST_PLACES = 6  # for the window and a chunk of 32, wherever they begin
 MOST_DECODING = 4  # for the window, and the place that is written to
+EXTENT_BYTES = 2 * PAGE * 2 * 16 * 4
 ALL = 4096  # more than any prompt has
 
 
@@ -233,3 +234,25 @@ async def test_a_prompt_that_is_cancelled_in_its_middle_leaves_nothing(mixed: Wo
             await router.heard(ask, "decode.local" if local else "prefill.started")
             await router.cancel(ask)
     await mixed.settled()
+
+
+async def test_where_all_pages_are_kept_tiers_have_copies_of_them(
+    model_dir: Path, oracle_of_mixed: Oracle, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Pages of layers with a window go to no tier, and the log says what can be done about it."""
+    prompt = prompt_of(100, seed=10)
+    for is_mixed, num_pages in ((True, NUM_PAGES), (False, 4 * NUM_PAGES)):
+        cache = {**CONFIG["cache"], "host_bytes": 4 << 20, "mixed_windows": is_mixed}
+        sizes = {"prefill_pages": num_pages, "decode_pages": num_pages}
+        with running_pair(model_dir, **sizes, config={**CONFIG, "cache": cache}) as pair:
+            assert [worker.parts.tiers is None for worker in (pair.prefill, pair.decode)] == [is_mixed] * 2
+            ask = Ask(prompt, params())
+            async with Router(pair) as router:
+                (outcome,) = await router.ask(ask)
+                await router.heard(ask, "prefill.handoff_done")
+            await pair.settled()
+        assert outcome.ids() == oracle_of_mixed.greedy(prompt, 12)
+        assert outcome.done is not None
+        assert outcome.done.num_bytes == (3 * GROUPS.num_seen(100) if is_mixed else 10 * 7) * EXTENT_BYTES
+        assert ("cache.mixed_windows off" in caplog.text) is is_mixed
+        caplog.clear()

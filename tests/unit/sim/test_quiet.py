@@ -87,7 +87,7 @@ def state(scheduler: BatchScheduler) -> object:
         for one in scheduler.running
     ]
     waiting = [(one.request_id, list(one.token_ids), one.num_preemptions) for one in scheduler.waiting]
-    pages = [page for one in scheduler.running for page in one.held_pages]
+    pages = [page for one in scheduler.running for page in scheduler.held_pages(one)]
     assert scheduler.prefix_cache or len(set(pages)) == len(pages)
     scheduler.pool.check()
     change = scheduler.pool.take_changes()
@@ -163,7 +163,7 @@ def test_in_a_window_any_number_of_steps_is_quiet_in_a_pool_that_holds_the_windo
     assert state(at_once) == state(one_by_one)
     (sequence,) = at_once.running
     assert sequence.num_hidden == (sequence.num_computed - 40 + 1) // PAGE > 250
-    assert len(sequence.held_pages) <= 11
+    assert len(at_once.held_pages(sequence)) <= 11
 
 
 def test_a_page_of_two_texts_comes_back_once() -> None:

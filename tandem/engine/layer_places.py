@@ -4,7 +4,8 @@ A page of the arena holds as many layers as see all. Those go to *group* 0, each
 layers with a window are dealt out in their order, as many to each layer of the arena as a place has pages for them. So
 a layer of the arena is complete, in the pages of all groups, when a block of neighbouring layers of the model is
 computed, and a prompt's pages can be sent layer by layer while the rest computes. Extents that are left over at the
-end stay empty: few, and only of pages that are given back behind the window.
+end stay empty: few, and only of pages that are given back behind the window. Nobody writes to them or reads them, but
+they are sent with their page, as what they held before.
 """
 
 from __future__ import annotations

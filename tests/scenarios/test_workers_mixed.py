@@ -256,3 +256,18 @@ async def test_where_all_pages_are_kept_tiers_have_copies_of_them(
         assert outcome.done.num_bytes == (3 * GROUPS.num_seen(100) if is_mixed else 10 * 7) * EXTENT_BYTES
         assert ("cache.mixed_windows off" in caplog.text) is is_mixed
         caplog.clear()
+
+
+async def test_guesses_change_no_token(mixed: WorkerPair, model_dir: Path) -> None:
+    """Of guesses that are wrong K and V are in the pages of both kinds of layers, and nobody reads them."""
+    drawn = params(120, temperature=0.8, seed=11, allowed_token_ids=(5, 6))
+    asks = [Ask(prompt_of(length, seed=length), drawn, local=local) for length in (30, 150) for local in (0, ALL)]
+    config = CONFIG | {"speculation": {"lookup_tokens": 5}}
+    with running_pair(model_dir, prefill_pages=NUM_PAGES, decode_pages=NUM_PAGES, config=config) as guessing:
+        async with Router(mixed) as plain, Router(guessing, "s") as router:
+            expected = [outcome.ids() for outcome in await plain.ask(*asks)]
+            assert [outcome.ids() for outcome in await router.ask(*asks)] == expected
+        counters = guessing.decode.parts.counters
+        assert 0 < counters.num_right_guesses < counters.num_guesses
+        await guessing.settled()
+    await mixed.settled()

@@ -30,6 +30,7 @@ class InFlight:
         give_up_s: until when it waits for a worker; `None`: it does not.
         kept_at: prefill workers that may keep pages of its prompt.
         page_keys: of the full pages of its prompt, and of its answer behind that; none without prefix caches.
+        num_uncharged: tokens of its answer that its tenant and its session do not count yet.
         is_over: it has ended, or failed.
         is_waiting: admission counts it as one that waits for the computation of its prompt.
     """
@@ -44,6 +45,7 @@ class InFlight:
     give_up_s: float | None = None
     kept_at: set[WorkerKey] = field(default_factory=set)
     page_keys: PageKeys = field(default_factory=PageKeys)
+    num_uncharged: int = 0
     is_over: bool = False
     is_waiting: bool = False
 
@@ -51,6 +53,12 @@ class InFlight:
     def attempt(self) -> int:
         """The number of the present one."""
         return self.journal.attempt if self.journal is not None else 1
+
+    def charge(self) -> None:
+        """What it was given counts for its tenant and its session."""
+        if self.num_uncharged:
+            self.turn.charge(self.num_uncharged)
+            self.num_uncharged = 0
 
     def takes(self, attempt: int, first: int, num: int, token_id: int) -> bool:
         """Whether its client gets `num` tokens of one attempt, the `first`th of its output and those behind it."""

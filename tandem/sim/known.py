@@ -36,6 +36,8 @@ class Known:
         self.turns = Turns(self.room, shape.ageing_s, kernel.clock)
         self._pools = {role: Pool(role) for role in WORKER_ROLES}
         self._prefixes = Prefixes(shape.kv_format.layout.page_size) if shape.prefix_cache else None
+        # Where all requests are of one tenant, and of no session, it makes no difference who has got how much.
+        self._counts_tokens = bool(shape.tenants) or shape.names_sessions
         self._prompt_speed = Learnt()  # tokens a second of computation
         self._takes_requests: set[WorkerKey] = set()
         self._told_s: dict[WorkerKey, float] = {}
@@ -176,6 +178,9 @@ class Known:
         elif self._shape.is_colocated and (chunk_s := work.chunk_s - before.chunk_s) > 0:
             self._prompt_speed.note(work.num_chunk_tokens - before.num_chunk_tokens, chunk_s, now_s)
         self._told[machine.key], self._told_s[machine.key] = replace(work), now_s
+        if self._counts_tokens:
+            for choice in machine.scheduler.running:
+                choice.owner.request.charge()
         self.show(machine)
         self.turns.look()
 

@@ -588,6 +588,7 @@ class World:
         """The `index`th token of its output, to its client, who may have it."""
         if not job.is_over and job.request.takes(job.key.attempt, index, 1, job.arrival):
             job.outcome.token(self.kernel.now_s)
+            job.request.num_uncharged += 1
             self.figures.gave(job.outcome)
             if self._admission is not None and job.outcome.num_tokens == 1:
                 self._admission.first_token(job.outcome.ttft_s)
@@ -599,7 +600,8 @@ class World:
             first, num = choice.num_output - len(ends_s), len(ends_s)
             if not job.is_over and job.request.takes(job.key.attempt, first, num, job.arrival):
                 job.outcome.several(ends_s, longest_s)
-                self.figures.gave_more(len(ends_s))
+                self.figures.gave_more(num)
+                job.request.num_uncharged += num
         if ends_s[-1] == self.kernel.now_s:
             self._known.may_tell(machine)
 
@@ -655,6 +657,7 @@ class World:
     def _forget(self, request: InFlight) -> None:
         """It has ended: behind all else prefill workers hear that they need not keep anything for it."""
         request.is_over = True
+        request.charge()
         request.turn.end()
         self._leaves_queue(request)
         if self._admission is not None:

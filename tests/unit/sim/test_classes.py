@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from router.request.tenant import Tenant
 from tandem.cli import main
 from tandem.core.errors import ConfigError, DeadlineError, UnmeetableDeadlineError
 from tandem.core.identity import WorkerKey
@@ -145,12 +146,15 @@ def test_whatever_is_late_nothing_of_it_stays(seed: int) -> None:
     shape = dataclasses.replace(
         KEEPS, prefill=PoolShape(2, 40, LIMITS), decode=PoolShape(2, 40, limits), start_s=0.3,
         mixed_pool_tokens=100 * (seed > 0), faults=FaultShape(deaths), prefix_cache=seed < 2,
-        kinds={f"k{n}": kind for n, kind in enumerate(kinds)},
+        kinds={f"k{n}": kind for n, kind in enumerate(kinds)}, names_sessions=True,
+        tenants={name: TenantShape(Tenant(name, name, name)) for name in ("one", "other")},
     )  # fmt: skip
     arrivals = [
         dataclasses.replace(
             asked(n, 2 * rng.random(), rng.randint(1, 300), rng.randint(1, 60), *rng.choices(range(4), k=10)),
             kind=f"k{rng.randrange(6)}",
+            tenant=rng.choice(["one", "other"]),
+            conversation=n % 9,
         )
         for n in range(60)
     ]

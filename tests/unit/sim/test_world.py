@@ -287,6 +287,29 @@ def test_tenants_with_a_backlog_get_what_their_weights_say() -> None:
     assert got["two"] / got["one"] == pytest.approx(2.0, rel=0.15), got
 
 
+def test_answers_count_for_tenants_as_prompts_do() -> None:
+    """One asks for five times as many tokens with each request: it has so many turns less."""
+    shape = dataclasses.replace(SHAPE, tenants={name: of_tenant(name) for name in ("long", "short")})
+    lengths = {"long": (32, 120), "short": (16, 8)}
+    names = ["long" if n % 7 == 0 else "short" for n in range(350)]
+    outcomes = World(shape).run([Arrival(n, n * 1e-4, *lengths[who], tenant=who) for n, who in enumerate(names)])
+    half_s = max(one.last_token_s for one in outcomes) / 2
+    got = Counter[str]()
+    for one in outcomes:
+        got[one.arrival.tenant] += (one.arrival.num_input + one.num_tokens) * (one.last_token_s <= half_s)
+    assert got["long"] == pytest.approx(got["short"], rel=0.25)
+
+
+def test_an_answer_counts_while_it_is_generated() -> None:
+    """Of two tenants that wait for one of two places the one that has the other place gets fewer turns there."""
+    decode = PoolShape(1, 200, dataclasses.replace(LIMITS, max_num_seqs=2))
+    shape = dataclasses.replace(SHAPE, decode=decode, tenants={name: of_tenant(name) for name in ("has", "lacks")})
+    short = [Arrival(1 + n, 0.05, 16, 8, tenant=("has", "lacks")[n % 2]) for n in range(80)]
+    long, *others = World(shape).run([Arrival(0, 0.0, 16, 300, tenant="has"), *short])
+    got = Counter(one.arrival.tenant for one in others if one.last_token_s <= long.last_token_s)
+    assert got["lacks"] > 1.5 * got["has"] > 0
+
+
 def test_who_is_more_urgent_goes_first() -> None:
     tenants = {"slow": of_tenant("slow"), "urgent": of_tenant("urgent", priority=-1)}
     shape = dataclasses.replace(SHAPE, tenants=tenants, ageing_s=100.0)

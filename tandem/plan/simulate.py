@@ -179,6 +179,12 @@ def _load(spec: LoadSpec, directory: str, seed: int) -> tuple[Arrival, ...]:
     found = tuple(arrivals(Scenario(load=spec, seed=seed), Path(directory)))
     if not found:
         raise ConfigError("the load has no request", key="load")
+    if any(one.then is not None for one in found):
+        raise ConfigError(
+            "a plan takes requests that come by themselves, at a rate that can be raised; here turns wait for answers: "
+            "leave conversations and closed out, or simulate it with `tandem sim run`",
+            key="load",
+        )
     return found
 
 

@@ -27,6 +27,7 @@ from tandem.plan.plan_file import Plan, TypeSpec, read_plan
 from tandem.plan.search import Pair, cheapest, most_speed, pairs, price, within
 from tandem.plan.simulate import Kept, Means, Pools, mean_lengths, simulate
 from tandem.plan.size import Found, size
+from tandem.sim.scenario import LoadSpec
 from tests.support.waiting import nothing, wait_until
 
 MOST = 12
@@ -68,6 +69,13 @@ def test_a_run_that_was_ended_early_keeps_nothing() -> None:
     types = {"a": TypeSpec()}
     ended = replace(kept(0.99), is_whole=False)
     assert cheapest(Plan(most=3), types, Pair("a", "a", 1, 1, ""), lambda _: ended) is None
+
+
+def test_a_load_whose_turns_wait_for_answers_is_refused() -> None:
+    """It cannot be asked for more in a second."""
+    with pytest.raises(ConfigError, match="turns wait for answers"):
+        mean_lengths(Plan(load=LoadSpec(conversations=2, turns=3)))
+    assert mean_lengths(Plan(load=LoadSpec(conversations=2, turns=1))).rate > 0
 
 
 def test_a_budget_is_spent_on_decode_for_each_number_of_prefill_workers() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from decode_worker.ledger import Attempt
+from router.lifecycle.tenant_limits import TenantLimits
 from router.lifecycle.turns import Turn
 from router.policy.recovery import FIRST, Plan, Recovery
 from router.request.journal import Journal
@@ -22,6 +23,7 @@ class InFlight:
 
     Attributes:
         asked: what the router was asked.
+        limits: of its tenant and the others.
         turn: in the router.
         recovery: what follows when an attempt fails; `None`: none has.
         journal: what its client has been given; `None`: nobody dies, so each token comes once.
@@ -37,6 +39,7 @@ class InFlight:
 
     outcome: Outcome
     asked: Request
+    limits: TenantLimits
     turn: Turn
     recovery: Recovery | None = None
     journal: Journal | None = None
@@ -58,6 +61,7 @@ class InFlight:
         """What it was given counts for its tenant and its session."""
         if self.num_uncharged:
             self.turn.charge(self.num_uncharged)
+            self.limits.give(self.asked.tenant, self.num_uncharged)
             self.num_uncharged = 0
 
     def takes(self, attempt: int, first: int, num: int, token_id: int) -> bool:

@@ -13,12 +13,13 @@ from router.observe.trace import PART_NAMES
 from router.request.targets import Targets
 from tandem.bench.report.summary import CacheUse, Distribution, TurnFigures, distribution
 from tandem.bench.report.tables import turn_table
-from tandem.core.errors import ConfigError, DeadlineError, OverloadedError, UnmeetableDeadlineError
+from tandem.core.errors import ConfigError, DeadlineError, OverloadedError, RateLimitError, UnmeetableDeadlineError
 from tandem.core.identity import WORKER_ROLES, Role
 from tandem.sim.outcome import Outcome
 from tandem.sim.world import World
 
 FORMAT = "tandem-simulation-1"
+_OF_THEIR_OWN = OverloadedError, RateLimitError, UnmeetableDeadlineError, DeadlineError  # counts
 _MOST_TURNS = 12  # that are printed
 
 
@@ -43,8 +44,9 @@ def content(world: World, outcomes: Sequence[Outcome], took_s: float) -> dict[st
         "took_s": took_s,
         "num_events": world.kernel.num_run,
         "num_requests": len(asked),
-        "num_failed": len(asked) - len(outcomes) - num_refused - num_unmeetable - num_of[DeadlineError.code],
+        "num_failed": len(asked) - len(outcomes) - sum(num_of[error.code] for error in _OF_THEIR_OWN),
         "num_refused": num_refused,
+        "num_over_limits": num_of[RateLimitError.code],
         "num_unmeetable": num_unmeetable,
         "num_timed_out": num_of[DeadlineError.code],
         "num_unsent": world.num_unsent,
@@ -155,6 +157,7 @@ def _got(own: Sequence[Outcome]) -> dict[str, Any]:
     return {
         "num_requests": len(own),
         "num_refused": sum(one.error == OverloadedError.code for one in own),
+        "num_over_limits": sum(one.error == RateLimitError.code for one in own),
         "kept_share": sum(one.kept for one in served) / max(1, len(own)),
         "ttft_s": dataclasses.asdict(ttft) if ttft else None,
     }
@@ -271,6 +274,8 @@ def tables(found: dict[str, Any]) -> list[Table]:
     if found["num_unmeetable"] or found["num_timed_out"]:
         refused, passed = found["num_unmeetable"], found["num_timed_out"]
         counts.add_row("deadlines", f"{refused:,} requests refused as they could not be met; {passed:,} passed")
+    if found["num_over_limits"]:
+        counts.add_row("over limits", f"{found['num_over_limits']:,} requests, of what their tenants may have a minute")
     if found["num_refused"]:
         counts.add_row("refused", f"{found['num_refused']:,} requests, as in an overload")
     counts.add_row("tokens", f"{found['num_input_tokens']:,} in, {found['num_output_tokens']:,} out")
@@ -313,7 +318,8 @@ def tables(found: dict[str, Any]) -> list[Table]:
 def _tenant_table(tenants: Sequence[dict[str, Any]]) -> Table:
     table = Table("tenant", "weight", "requests", "refused", "tokens", "kept", "TTFT p50, ms", "p99", box=None)
     for each in tenants:
-        counted = (f"{each[name]:,}" for name in ("num_requests", "num_refused", "num_tokens"))
+        refused = each["num_refused"] + each["num_over_limits"]
+        counted = (f"{number:,}" for number in (each["num_requests"], refused, each["num_tokens"]))
         table.add_row(
             each["name"], f"{each['weight']:g}", *counted, f"{each['kept_share']:.1%}", *_in_ms(each["ttft_s"])
         )
@@ -321,10 +327,10 @@ def _tenant_table(tenants: Sequence[dict[str, Any]]) -> Table:
 
 
 def _class_table(classes: Sequence[dict[str, Any]]) -> Table:
-    """Refused are those of an overload, and those whose deadlines could not be met."""
+    """Refused are those of an overload or beyond limits, and those whose deadlines could not be met."""
     table = Table("class", "requests", "refused", "timed out", "kept", "TTFT p50", "p99", "TPOT p50", "p99", box=None)
     for each in classes:
-        refused = each["num_refused"] + each["num_unmeetable"]
+        refused = each["num_refused"] + each["num_over_limits"] + each["num_unmeetable"]
         counted = (f"{number:,}" for number in (each["num_requests"], refused, each["num_timed_out"]))
         latencies = (*_in_ms(each["ttft_s"]), *_in_ms(each["tpot_s"]))
         table.add_row(each["name"], *counted, f"{each['kept_share']:.1%}", *latencies)

@@ -129,6 +129,8 @@ class TenantSpec:
     share: float = key(1.0, "Of the requests, beside the shares of the other tenants.", minimum=0)
     weight: float = key(1.0, "What it is to get beside others, as in the file of keys.", minimum=0.001, maximum=1000)
     priority: int = key(0, "Of its requests; lower goes first.", minimum=-1000, maximum=1000)
+    requests_per_minute: int = key(0, "As in the file of keys; 0: any number.", minimum=0)
+    tokens_per_minute: int = key(0, "Of prompts and answers, as in the file of keys; 0: any number.", minimum=0)
 
 
 @dataclass(frozen=True)
@@ -276,7 +278,8 @@ def _check_names(what: str, each: Sequence[TenantSpec | ClassSpec]) -> None:
 
 
 def _tenant(spec: TenantSpec) -> TenantShape:
-    return TenantShape(Tenant(spec.name, spec.name, spec.name, is_named=True, weight=spec.weight), spec.priority)
+    limits = spec.requests_per_minute, spec.tokens_per_minute
+    return TenantShape(Tenant(spec.name, spec.name, spec.name, True, None, *limits, spec.weight), spec.priority)
 
 
 def _kind(spec: ClassSpec) -> KindShape:

@@ -15,6 +15,7 @@ from itertools import pairwise
 from decode_worker.ledger import AttemptState
 from kvtransfer.protocol.messages import AttemptKey
 from prefill_worker.retained_prompts import RetainedPrompts
+from router.lifecycle.tenant_limits import TenantLimits
 from router.policy.admission import Admission
 from router.policy.choose import choose, choose_prefill
 from router.policy.first_token import check_in_time, slack_of
@@ -107,6 +108,7 @@ class World:
     _link_free_s: dict[WorkerKey, float] = field(default_factory=dict, init=False)
     _known: Known = field(init=False)  # to the router
     _budget: RetryBudget = field(init=False)
+    _limits: TenantLimits = field(init=False)
     _admission: Admission | None = field(default=None, init=False)  # `None`: whoever comes waits
     _retained: dict[WorkerKey, RetainedPrompts] = field(default_factory=dict, init=False)  # where somebody may die
     _placeless: list[InFlight] = field(default_factory=list, init=False)  # for which there is no worker
@@ -119,6 +121,7 @@ class World:
         self._known = Known(shape, self.kernel)
         self.fleet = Fleet(self.kernel, self._make, self._ready, self._known.leave, shape.flexible, shape.change_s)
         self.figures = Figures()
+        self._limits = TenantLimits(self.kernel.clock)
         if shape.max_waiting is not None:
             self._admission = Admission(shape.max_waiting, self.kernel.clock, lambda: self._known.num_places)
         faults = shape.faults
@@ -213,6 +216,7 @@ class World:
         arrival, who, page_keys = outcome.arrival, self._who(outcome), self._known.page_keys(outcome.arrival)
         asked = self._request(outcome)
         try:
+            self._limits.check(who.tenant, arrival.num_input)
             if asked.timeout_s is not None:
                 self._check_in_time(asked, asked.timeout_s, self._known.held(page_keys, arrival).most_tokens)
             if self._admission is not None:
@@ -220,9 +224,10 @@ class World:
         except OverloadedError as error:
             self._failed(outcome, error)
             return
+        self._limits.enter(who.tenant, arrival.num_input)
         self.figures.came(arrival, self._known.turns.computed_share)
         inbox = _Inbox(self.kernel, self._place)
-        request = inbox.request = InFlight(outcome, asked, self._known.turns.join(asked, inbox))
+        request = inbox.request = InFlight(outcome, asked, self._limits, self._known.turns.join(asked, inbox))
         request.is_waiting = self._admission is not None
         request.page_keys = page_keys
         if asked.timeout_s is not None:

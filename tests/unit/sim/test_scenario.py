@@ -215,6 +215,27 @@ def test_tenants_and_refusals_reach_the_world(tmp_path: Path, capsys: pytest.Cap
     ]
 
 
+def test_limits_of_tenants_reach_the_world_and_what_they_refuse_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (
+        "load: {requests: 40, rate: 20, input_median: 100, output_median: 4}\n"
+        "tenants: [{name: free}, {name: bound, requests_per_minute: 6, tokens_per_minute: 90000}]\n"
+    )
+    file = scenario_file(tmp_path, text)
+    bound = read_scenario(file).shape().tenants["bound"].tenant
+    assert (bound.requests_per_minute, bound.tokens_per_minute) == (6, 90000)
+    assert main(["sim", "run", str(file), "--json", str(tmp_path / "found.json")]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    free, bound_found = found["tenants"]
+    assert (free["num_over_limits"], bound_found["num_over_limits"]) == (0, bound_found["num_requests"] - 6)
+    assert found["num_over_limits"] == bound_found["num_over_limits"] > 5
+    assert (found["num_failed"], found["num_refused"]) == (0, 0)
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["over", "limits", str(found["num_over_limits"])] in [words[:3] for words in shown]
+    assert shown[-1][3] == str(bound_found["num_over_limits"]), "among what was refused"
+
+
 @pytest.mark.parametrize(
     ("tenants", "said"),
     [

@@ -18,7 +18,7 @@ from kvtransfer.protocol.messages import AttemptKey
 from router.request.tenant import Tenant
 from tandem.cluster.supervisor.autoscale import Decision, PoolSize, Range, Settings
 from tandem.cluster.supervisor.demand import Sample
-from tandem.core.errors import ConfigError, OverloadedError
+from tandem.core.errors import ConfigError, OverloadedError, RateLimitError
 from tandem.core.identity import Role, WorkerKey
 from tandem.core.pages import PagePool
 from tandem.core.step_times import Fitted
@@ -308,6 +308,22 @@ def test_an_answer_counts_while_it_is_generated() -> None:
     long, *others = World(shape).run([Arrival(0, 0.0, 16, 300, tenant="has"), *short])
     got = Counter(one.arrival.tenant for one in others if one.last_token_s <= long.last_token_s)
     assert got["lacks"] > 1.5 * got["has"] > 0
+
+
+def test_limits_a_minute_hold() -> None:
+    """Two requests a second come for a minute, each of 16 tokens and 8 of an answer."""
+    kinds = {
+        "free": of_tenant("free"),
+        "requests": TenantShape(Tenant("requests", "requests", "", requests_per_minute=30)),
+        "tokens": TenantShape(Tenant("tokens", "tokens", "", tokens_per_minute=24 * 40)),
+    }
+    world = World(dataclasses.replace(SHAPE, tenants=kinds))
+    outcomes = world.run([Arrival(n, 0.5 * (n // 3), 16, 8, tenant=list(kinds)[n % 3]) for n in range(3 * 120)])
+    let_in = Counter(one.arrival.tenant for one in outcomes if not one.error)
+    assert {one.error for one in outcomes} == {"", RateLimitError.code}
+    assert let_in["free"] == 120
+    assert let_in["requests"] == pytest.approx(30 + 30, abs=1), "as many at once, and as many within the minute"
+    assert let_in["tokens"] == pytest.approx(40 + 40, abs=2)
 
 
 def test_who_is_more_urgent_goes_first() -> None:

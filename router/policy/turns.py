@@ -102,7 +102,11 @@ class TurnQueue:
         """`ageing_s`: seconds of waiting that one level of `priority` is worth."""
         self._ageing_s = ageing_s
         self._numbers = count(1)
-        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # the least recently served first
+        self._tenants: dict[str, _Tenant] = {}
+        # Invariant: has all tenants of whom nothing waits, by when they were served as of when they were entered, and
+        # others that have not been met here since.
+        self._idle: list[tuple[int, _Tenant]] = []
+        self._num_tenants_waiting, self._weight_waiting = 0, 0.0  # tenants of whom something waits, and their weights
         self._sessions: OrderedDict[tuple[str, str], float] = OrderedDict()
         # Invariant: has every level in which somebody waits.
         self._levels: dict[int, _Level] = {}
@@ -125,6 +129,8 @@ class TurnQueue:
             if not tenant.is_listed:
                 tenant.is_listed = True
                 heapq.heappush(self._by_served, (tenant.served, next(self._numbers), tenant))
+            self._weight_waiting += tenant.weight
+            self._num_tenants_waiting += 1
         waiting.number, waiting.waits = next(self._numbers), True
         tenant.num_waiting += 1
         tenant.num_tokens += waiting.num_tokens
@@ -143,6 +149,11 @@ class TurnQueue:
         tenant = self._tenants[waiting.owner]
         tenant.num_waiting -= 1
         tenant.num_tokens -= waiting.num_tokens
+        if not tenant.num_waiting:
+            self._num_tenants_waiting -= 1
+            # Sums of fractions are not exact, but that of none is.
+            self._weight_waiting = self._weight_waiting - tenant.weight if self._num_tenants_waiting else 0.0
+            self._list_idle(tenant)
         self.num_waiting -= 1
         self.num_tokens -= waiting.num_tokens
         level = self._levels[waiting.priority]
@@ -184,7 +195,10 @@ class TurnQueue:
         """Tokens of prompts that go before the next request of this tenant, if all have one level: about so many."""
         tenant = self._tenants.get(owner)
         own = tenant.num_tokens if tenant is not None else 0
-        others = sum(each.weight for each in self._tenants.values() if each.num_waiting and each is not tenant)
+        if not own:
+            return 0.0
+        assert tenant is not None
+        others = self._weight_waiting - tenant.weight if self._num_tenants_waiting > 1 else 0.0
         return min(float(self.num_tokens), own * (1 + others / weight))
 
     # -- for other routers, and from them
@@ -221,9 +235,10 @@ class TurnQueue:
 
     def lift(self, least: float) -> None:
         """Of those that wait nobody has a claim to more than who has got so much."""
-        for tenant in self._tenants.values():
-            if tenant.num_waiting and tenant.served < least:
-                tenant.served = least
+        while (served := self.least_served()) is not None and served < least:
+            _, number, tenant = self._by_served[0]
+            tenant.served = least
+            heapq.heapreplace(self._by_served, (least, number, tenant))
 
     def _grow(self, tenant: _Tenant, more: float) -> None:
         tenant.served += more
@@ -234,26 +249,40 @@ class TurnQueue:
 
     def _tenant(self, owner: str, weight: float) -> _Tenant:
         tenant = self._known(owner)
+        if tenant.num_waiting:
+            self._weight_waiting += weight - tenant.weight
         tenant.weight = weight
         return tenant
 
     def _known(self, owner: str) -> _Tenant:
         tenant = self._tenants.get(owner)
         if tenant is None:
+            self._forget_one()
             tenant = self._tenants[owner] = _Tenant(owner)
-            self._forget_some(but=tenant)
-        else:
-            self._tenants.move_to_end(owner)
+        tenant.touched = next(self._numbers)
+        if not tenant.num_waiting:
+            self._list_idle(tenant)
         return tenant
 
-    def _forget_some(self, but: _Tenant) -> None:
-        if len(self._tenants) > MAX_TENANTS:
-            tenants = self._tenants.items()
-            gone = next((owner for owner, tenant in tenants if not tenant.num_waiting and tenant is not but), None)
-            if gone is not None:
-                del self._tenants[gone]
-                self._untold.pop(gone, None)
-                self._grown.discard(gone)
+    def _list_idle(self, tenant: _Tenant) -> None:
+        if not tenant.is_idle_listed:
+            tenant.is_idle_listed = True
+            heapq.heappush(self._idle, (tenant.touched, tenant))
+
+    def _forget_one(self) -> None:
+        """Make room for another tenant, unless of all that are remembered something waits."""
+        heap = self._idle
+        while heap and len(self._tenants) >= MAX_TENANTS:
+            touched, tenant = heap[0]
+            if not tenant.num_waiting and tenant.touched > touched:
+                heapq.heapreplace(heap, (tenant.touched, tenant))
+                continue
+            heapq.heappop(heap)
+            tenant.is_idle_listed = False
+            if not tenant.num_waiting:
+                del self._tenants[tenant.owner]
+                self._untold.pop(tenant.owner, None)
+                self._grown.discard(tenant.owner)
 
     def least_served(self) -> float | None:
         """Of the tenants that wait."""
@@ -282,6 +311,8 @@ class _Tenant:
     num_waiting: int = 0
     num_tokens: int = 0  # of its prompts that wait
     is_listed: bool = False  # whether the queue's order of counters has it
+    touched: int = 0  # when it was served or came last, in the order of such events
+    is_idle_listed: bool = False  # whether the queue's list of those of whom nothing waits has it
 
 
 _Attained = Callable[[Waiting], float]

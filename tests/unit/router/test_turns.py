@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections import OrderedDict
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.policy import turns
 from router.policy.turns import MAX_SESSIONS, MAX_TENANTS, OLDEST_EVERY, TurnQueue, Waiting
 from tests.support.fairness import jain
 
@@ -266,6 +268,62 @@ def test_in_front_of_a_tenant_is_its_own_and_the_others_share() -> None:
     assert queue.tokens_in_front("calm", 1.0) == 20
     assert queue.tokens_in_front("flood", 1.0) == 1010
     assert queue.tokens_in_front("new", 1.0) == 0
+
+
+class Walked(TurnQueue):
+    """What is asked of all tenants, by looking at each."""
+
+    def of_all(self, owner: str, weight: float) -> float:
+        waiting = [each for each in self._tenants.values() if each.num_waiting]
+        own = next((each.num_tokens for each in waiting if each.owner == owner), 0)
+        others = sum(each.weight for each in waiting if each.owner != owner)
+        return min(float(self.num_tokens), own * (1 + others / weight))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32))
+def test_what_is_counted_of_all_tenants_is_what_they_have(seed: int) -> None:
+    """Tenants come, wait, change their weights, are served here and elsewhere, lifted and forgotten."""
+    draw, queue, there = random.Random(seed), Walked(AGEING_S), list[Waiting]()
+    served: OrderedDict[str, None] = OrderedDict()  # the least recently met first
+    most, turns.MAX_TENANTS = turns.MAX_TENANTS, 5
+    try:
+        for _ in range(120):
+            owner, what, of_whom = f"t{draw.randrange(9)}", draw.randrange(5), {each.owner for each in there}
+            if what in (0, 3) or (what == 1 and not there):
+                there.append(waiting(owner, weight=draw.choice([0.5, 1.0, 3.0]), tokens=draw.randrange(1, 50)))
+                queue.enter(there[-1])
+            elif what == 1:
+                queue.leave(there.pop(draw.randrange(len(there))))
+                owner = ""
+            elif what == 2:
+                queue.learn(owner, draw.random() * 100, draw.random())
+            else:
+                owner, least = "", draw.random() * 100
+                queue.lift(least)
+                assert all(each.served >= least for each in queue._tenants.values() if each.num_waiting)
+            if owner:
+                idle = [each for each in served if each not in of_whom]
+                for gone in idle[: max(0, len(served) - 4)] if owner not in served else ():
+                    del served[gone]
+                served[owner] = None
+                served.move_to_end(owner)
+            assert set(queue._tenants) == set(served), "who was met least recently was forgotten"
+            for each in (*served, "new"):
+                assert queue.tokens_in_front(each, 2.0) == pytest.approx(queue.of_all(each, 2.0))
+    finally:
+        turns.MAX_TENANTS = most
+
+
+def test_nothing_on_a_requests_way_costs_more_with_more_tenants() -> None:
+    """All of whom the queue remembers wait. A bound with much slack: looking at each tenant would take 0.3 ms."""
+    queue = queue_of(*(waiting(f"t{number}") for number in range(MAX_TENANTS)))
+    begin = time.thread_time()
+    for number in range(1000):
+        queue.tokens_in_front("t7", 1.0)
+        queue.lift(0.0)
+        queue.learn(f"new{number}", 0.0, 0.0)
+    assert (time.thread_time() - begin) / 1000 < 1e-4
 
 
 def test_the_oldest_gives_its_turn_to_who_is_due_first_where_it_is_asked_to() -> None:

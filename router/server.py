@@ -265,7 +265,7 @@ class RouterServer:
 
         def num_places() -> float:
             """Of this router."""
-            return places_of_one(workers.num_places, workers.num_routers, workers.num_others)
+            return places_of_one(workers.num_places, workers.num_routers, workers.num_others, workers.num_apart)
 
         def num_routers() -> int:
             return workers.num_routers

@@ -91,10 +91,14 @@ class Room:
         return self.num_places * seconds / self.place_s if self.place_s else 0.0
 
 
-def places_of_one(num_places: int, num_routers: int, num_others: int) -> float:
+def places_of_one(num_places: int, num_routers: int, num_others: int, num_apart: int = 0) -> float:
     """Of the places in decode's batches those that one router may use; of `num_others` it knows that other routers have
-    requests there."""
-    return max(num_places / num_routers, num_places - num_others) if num_routers > 1 else num_places
+    requests there. Besides, those that its own sequences have at workers that get nothing new: they take none of the
+    others'."""
+    if not num_places:
+        return 0
+    own = max(num_places / num_routers, num_places - num_others) if num_routers > 1 else num_places
+    return own + num_apart
 
 
 @dataclass(slots=True)

@@ -105,6 +105,11 @@ class KnownLoad:
         self._num_stepping -= held.steps
         return True
 
+    @property
+    def num_sequences(self) -> int:
+        """Of the requests that are held."""
+        return self._num_sequences
+
     def clear(self) -> None:
         """Nothing is held any more."""
         self._held.clear()

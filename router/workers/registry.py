@@ -98,6 +98,9 @@ class WorkerRegistry:
         self.pages = KnownPages()
         #: By which tenants' salts are made; all routers of the cluster have it in common. Empty before it is told.
         self.cache_secret = b""
+        # Invariant: this router's sequences at each decode worker that has some and takes no requests, and their sum.
+        self._apart: dict[WorkerKey, int] = {}
+        self._num_apart = 0
         #: Of the pools of workers, as the supervisor told them last; for metrics.
         self.pool_sizes: tuple[PoolSize, ...] = ()
         #: When the supervisor's certificate ends, as it told last; 0: it shows none. For metrics.
@@ -243,6 +246,12 @@ class WorkerRegistry:
         """Sequences that the batches of all decode workers hold."""
         return self._pools[Role.DECODE].num_places
 
+    @property
+    def num_apart(self) -> int:
+        """Sequences of this router at decode workers that get nothing new, as they are silent or drain: they have none
+        of the places."""
+        return self._num_apart
+
     def session(self, key: WorkerKey) -> WorkerSession:
         """The session of a worker in the current snapshot."""
         return self._sessions[key]
@@ -305,6 +314,11 @@ class WorkerRegistry:
     def load_changed(self, session: WorkerSession) -> None:
         if self._sessions.get(session.key) is not session:  # closed, and another has taken its place
             return
+        if not session.is_prefill:
+            num_apart = 0 if session.takes_requests else session.num_sequences
+            self._num_apart += num_apart - self._apart.pop(session.key, 0)
+            if num_apart:
+                self._apart[session.key] = num_apart
         if session.takes_requests:
             load = session.load()
             self._pools[session.role].put(

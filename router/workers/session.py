@@ -164,6 +164,11 @@ class WorkerSession:
             return "silent"
         return self.member.state
 
+    @property
+    def num_sequences(self) -> int:
+        """Of this router's requests that it has."""
+        return self._known.num_sequences
+
     def load(self) -> WorkerLoad:
         """This worker in a placement snapshot."""
         info, page_size = self.info, max(1, self.info.layout.page_size)
@@ -338,6 +343,7 @@ class WorkerSession:
     def _tell_lost(self, error: TandemError) -> None:
         held, self._held = self._held, {}
         self._known.clear()
+        self._observer.load_changed(self)
         for mailbox in held.values():
             mailbox.put(WorkerLost(self.key, error, self.is_leaving))
 

@@ -151,6 +151,16 @@ def test_what_others_leave_is_taken() -> None:
     assert places_of_one(3, 2, 3) == 1.5
 
 
+def test_sequences_at_a_worker_that_gets_nothing_new_take_no_place_of_others() -> None:
+    """Eight are at a silent worker, whose own eight places are no longer counted: the other worker's are free."""
+    places = places_of_one(8, 1, 0, num_apart=8)
+    room = replace(ROOM, num_places=places)
+    assert may_follow(UnderWay(num_requests=15, num_sequences=15), room)
+    assert not may_follow(UnderWay(num_requests=16, num_sequences=16), room)
+    assert places_of_one(8, 2, 6, num_apart=3) == 7
+    assert places_of_one(0, 1, 0, num_apart=8) == 0, "there is no worker"
+
+
 WEIGHTS = {"a": 1.0, "b": 1.0, "c": 2.0}
 
 

@@ -201,6 +201,8 @@ class Cluster(RuleBasedStateMachine):
         assert {load.key: load for load in snapshot.prefill} == by_role[Role.PREFILL]
         assert {load.key: load for load in snapshot.decode} == by_role[Role.DECODE]
         assert registry.num_places == sum(load.max_num_seqs for load in by_role[Role.DECODE].values())
+        decodes = [session for session in registry.sessions() if not session.is_prefill]
+        assert registry.num_apart == sum(s.num_sequences for s in decodes if not s.takes_requests)
         assert registry.num_others == sum(load.num_others for load in by_role[Role.DECODE].values())
         limits = [s.info.max_context for s in registry.sessions() if s.takes_requests and s.info.max_context]
         assert registry.max_context() == min(limits, default=None)

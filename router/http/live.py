@@ -74,13 +74,15 @@ class Live:
         self._num_watchers += 1
         try:
             while not self._over.is_set():
+                # A router that does not answer takes as long as others wait for it: that is part of the second.
+                next_at = self._context.clock.now() + _EVERY_S
                 told = await self._parts(seen)
                 # One that did not answer this time has told what it has told.
                 seen |= {name: Seen.of(part) for name, part in told.items()}
                 state = {**joined(told.values()), "cluster": self._cluster()}
                 yield b"data: " + orjson.dumps(state) + b"\n\n"
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._over.wait(), _EVERY_S)
+                    await asyncio.wait_for(self._over.wait(), max(0.0, next_at - self._context.clock.now()))
         finally:
             self._num_watchers -= 1
 

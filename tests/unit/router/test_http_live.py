@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote
 
 import httpx
 import pytest
 
-from router.http.live import MAX_WATCHERS
+from router.http.live import MAX_WATCHERS, Live
+from router.observe.recorder import Recorder
+from router.workers.other_routers import OtherRouters
+from tandem.core.clock import VirtualClock
 from tests.support.router_site import Site, in_background
 from tests.support.scripted_worker import ScriptedDecode
 from tests.support.waiting import wait_until
@@ -184,3 +189,31 @@ def test_a_browser_gets_the_page_and_a_program_does_not(make_site: Callable[...,
     assert f"'sha256-{digest}'" in page.headers["content-security-policy"]
     assert not re.search(r"(src|href)=.https?:", page.text), "it fetches nothing from elsewhere"
     assert "innerHTML" not in page.text
+
+
+@pytest.mark.parametrize(("answer_s", "left_s"), [(0.25, 0.75), (1.0, 0.0)])
+async def test_what_a_router_takes_that_does_not_answer_is_part_of_the_second(
+    monkeypatch: pytest.MonkeyPatch, answer_s: float, left_s: float
+) -> None:
+    clock, waited = VirtualClock(), list[float]()
+
+    async def ask(*_: Any) -> dict[str, None]:
+        clock.advance(answer_s)
+        return {"router-1": None}
+
+    async def wait_for(over: Coroutine[Any, Any, Any], timeout_s: float) -> None:
+        over.close()
+        waited.append(timeout_s)
+        raise TimeoutError
+
+    others = OtherRouters()
+    monkeypatch.setattr(OtherRouters, "__len__", lambda _: 1)
+    monkeypatch.setattr(others, "ask", ask)
+    monkeypatch.setattr(asyncio, "wait_for", wait_for)
+    workers = SimpleNamespace(outline=lambda *_: {})
+    context: Any = SimpleNamespace(clock=clock, workers=workers, recorder=Recorder())
+    told = Live(context, "toy", "router-0", others).events()
+    for _ in range(3):
+        await anext(told)
+    await told.aclose()
+    assert waited == pytest.approx([left_s] * 2)

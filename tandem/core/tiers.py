@@ -130,8 +130,11 @@ class TierIndex(Generic[_K]):
         self.num_bytes += num_bytes
 
     def _take(self, key: _K) -> int:
+        return self._taken(key, self._groups[self._group_of[key]].pop(key))
+
+    def _taken(self, key: _K, num_bytes: int) -> int:
+        """Book that the item has been taken out of its group."""
         group = self._group_of.pop(key)
-        num_bytes = self._groups[group].pop(key)
         if not self._groups[group]:
             del self._groups[group]
         self.num_bytes -= num_bytes
@@ -140,13 +143,10 @@ class TierIndex(Generic[_K]):
     def _shrink(self) -> list[_K]:
         gone: list[_K] = []
         while self.num_bytes > self.most_bytes or len(self) > self._most_items:
-            number, oldest = next(iter(self._groups.items()))
+            oldest = next(iter(self._groups.values()))
             # Not by looking at the last key: a dictionary passes over all that were removed behind it, each time.
             key, num_bytes = oldest.popitem()
-            if not oldest:
-                del self._groups[number]
-            del self._group_of[key]
-            self.num_bytes -= num_bytes
+            self._taken(key, num_bytes)
             gone.append(key)
         return gone
 

@@ -37,7 +37,10 @@ class _HereLogs:
         return self._files.processes()
 
     def tail(self, num_lines: int) -> Iterator[dict[str, str]]:
-        yield self._files.tail(num_lines)
+        texts = self._files.tail(num_lines)
+        while texts:
+            yield texts
+            texts = self._files.tail_on()
 
     def follow(self) -> Iterator[dict[str, str]]:
         while True:

@@ -54,7 +54,12 @@ class NodeLogs:
         return sorted({process for processes in found for process in processes})
 
     def tail(self, num_lines: int) -> Iterator[dict[str, str]]:
-        yield from ray.get([actor.tail.remote(num_lines) for actor in self._actors.values()])
+        first = [actor.tail.remote(num_lines) for actor in self._actors.values()]
+        for actor, answer in zip(self._actors.values(), first, strict=True):
+            texts: dict[str, str] = ray.get(answer)
+            while texts:
+                yield texts
+                texts = ray.get(actor.tail_on.remote())
 
     def follow(self) -> Iterator[dict[str, str]]:
         """What comes, for as long as a node lives."""

@@ -38,6 +38,26 @@ def test_long_logs_are_read_from_their_end(directory: Path) -> None:
     assert LogFiles(directory, "decode-0").tail(1000)["decode-0"] == "".join(lines[-1000:])
 
 
+def test_of_more_lines_than_one_answer_has_the_others_come_in_the_next_ones(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_files, "_MOST_BYTES", 1 << 12)
+    monkeypatch.setattr(log_files, "_BLOCK_BYTES", 1 << 10)
+    texts = {process: "".join(f"{process} {n}\n" for n in range(900)) for process in ("decode-0", "router", "watcher")}
+    for process, text in texts.items():
+        (directory / f"{process}.log").write_text(text + "half")
+    files, found, num_answers = LogFiles(directory), dict[str, str](), 0
+    answer = files.tail(1_000_000)
+    while answer:
+        assert sum(map(len, answer.values())) <= 1 << 12
+        for process, text in answer.items():
+            found[process] = found.get(process, "") + text
+        answer, num_answers = files.tail_on(), num_answers + 1
+    assert {process: found[process] for process in texts} == texts
+    assert num_answers > 8
+    assert files.more(0.0) == {}
+
+
 def test_lines_that_hold_a_text_are_found_beyond_what_is_given_at_once(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -45,8 +65,15 @@ def test_lines_that_hold_a_text_are_found_beyond_what_is_given_at_once(
     lines = [f"{n} {'of mine ' * (n in (7, 1500, 2999))}{'x' * 200}\n" for n in range(3000)]
     (directory / "decode-0.log").write_text("".join(lines) + "half of mine")
     files = LogFiles(directory, "decode-0", holds="of mine")
-    assert files.tail(2999)["decode-0"].split("\n") == [lines[n].rstrip("\n") for n in (7, 1500, 2999)] + [""]
-    assert files.tail(1500)["decode-0"] == lines[1500] + lines[2999]
+
+    def all_of(num_lines: int) -> str:
+        texts, answer = "", files.tail(num_lines)
+        while answer:
+            texts, answer = texts + answer["decode-0"], files.tail_on()
+        return texts
+
+    assert all_of(2999).split("\n") == [lines[n].rstrip("\n") for n in (7, 1500, 2999)] + [""]
+    assert all_of(1500) == lines[1500] + lines[2999]
     with (directory / "decode-0.log").open("a") as log:
         log.write(", and its rest\n")
     assert files.more(0.0) == {"decode-0": "half of mine, and its rest\n"}

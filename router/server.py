@@ -276,9 +276,9 @@ class RouterServer:
         metrics.registry.register(RouterGauges(workers, admission, budget, guard, self._name))
         tokenizer = Tokenizer.from_dir(self._model_dir)
         migrations = MigrationSlots(num_routers=num_routers)
-        targets = Targets.of(config)
-        metrics.slo_target_s.labels("ttft").set(targets.ttft_s)
-        metrics.slo_target_s.labels("tpot").set(targets.tpot_s)
+        targets = partial(Targets.of, config)
+        metrics.slo_target_s.labels("ttft").set_function(lambda: targets(on_gpu=workers.is_on_gpu).ttft_s)
+        metrics.slo_target_s.labels("tpot").set_function(lambda: targets(on_gpu=workers.is_on_gpu).tpot_s)
         tenants = Tenants(metrics, clock, num_routers)
         is_mixed = scheduling.mixed_pool
         turns = Turns(lambda: workers.room(num_places(), is_mixed=is_mixed), scheduling.priority_ageing_s, clock)

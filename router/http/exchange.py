@@ -64,7 +64,6 @@ class Exchange:
         self._read_body = read_body
         self._bodies = bodies
         self._grammars = grammars
-        self._targets = Targets.of(context.config)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived_s = scope["state"].get(ARRIVED, self._context.clock.now())  # a batch comes over no connection
@@ -118,6 +117,7 @@ class Exchange:
         max_context = card.context_within(context.workers.max_context())
         bounds = PromptBounds(context.config.scheduling.max_queued_requests, max_context)
         limits, secret = tenant.limits(context.config.limits), context.workers.cache_secret
+        of_cluster = Targets.of(context.config, on_gpu=context.workers.is_on_gpu)
 
         def work() -> tuple[Call, list[Request]]:
             call = self._read_body(parse_body(raw), limits, bounds)
@@ -137,7 +137,7 @@ class Exchange:
             check_scored(call.parsed, requests, context.config.limits)
             salt = tenant.cache_salt(secret, call.parsed.cache_salt)
             slo = call.parsed.slo
-            targets = self._targets.but(tenant.ttft_ms, tenant.tpot_ms)
+            targets = of_cluster.but(tenant.ttft_ms, tenant.tpot_ms)
             targets = targets.asked(slo.get("ttft_ms", 0), slo.get("tpot_ms", 0))
             return call, [replace(each, tenant=tenant, cache_salt=salt, targets=targets) for each in requests]
 

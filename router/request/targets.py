@@ -22,9 +22,9 @@ class Targets:
     least_tpot_s: float = 0.0  # what others' prompts leave it at most, whatever the request itself asks for
 
     @classmethod
-    def of(cls, config: Config) -> Targets:
-        """The cluster's."""
-        ttft_s, tpot_s = ON_GPU if config.pools.decode.gpus else ON_CPU
+    def of(cls, config: Config, *, on_gpu: bool = False) -> Targets:
+        """The cluster's. `on_gpu`: a decode worker computes on a GPU, whatever the configuration says of its pool."""
+        ttft_s, tpot_s = ON_GPU if on_gpu or config.pools.decode.gpus else ON_CPU
         return cls(config.slo.ttft_ms / 1000 or ttft_s, config.slo.tpot_ms / 1000 or tpot_s)
 
     def but(self, ttft_ms: float, tpot_ms: float) -> Targets:

@@ -101,6 +101,8 @@ class WorkerRegistry:
         # Invariant: this router's sequences at each decode worker that has some and takes no requests, and their sum.
         self._apart: dict[WorkerKey, int] = {}
         self._num_apart = 0
+        #: Whether the decode worker that came last computes on a GPU: those without Ray are told so by `--device`.
+        self.is_on_gpu = False
         #: Of the pools of workers, as the supervisor told them last; for metrics.
         self.pool_sizes: tuple[PoolSize, ...] = ()
         #: When the supervisor's certificate ends, as it told last; 0: it shows none. For metrics.
@@ -298,6 +300,8 @@ class WorkerRegistry:
             self._forget_links(session.key)  # what became of them meanwhile was not heard
             self.pages.lose(session.key)
         elif session.state is SessionState.OPEN:
+            if not session.is_prefill:
+                self.is_on_gpu = session.info.on_gpu
             self._warn_of_formats(session)
             self._introduce(session)
         elif session.state is SessionState.CLOSED:

@@ -394,4 +394,5 @@ def _describe(
         host_id=host_id(),
         protocols=protocols_to_proto(Protocols()),
         max_num_seqs=max_num_seqs(config, num_slots(engine)),
+        on_gpu=place.device != "cpu",
     )

@@ -256,6 +256,7 @@ class WorkerInfo(_message.Message):
     HOST_ID_FIELD_NUMBER: _builtins.int
     PROTOCOLS_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
+    ON_GPU_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """stable name, e.g. "prefill-0" """
     incarnation: _builtins.str
@@ -281,6 +282,8 @@ class WorkerInfo(_message.Message):
     """equal for two processes that see each other's pids"""
     max_num_seqs: _builtins.int
     """sequences in its batch at most; 0: an earlier version"""
+    on_gpu: _builtins.bool
+    """it computes on one"""
     @_builtins.property
     def layout(self) -> Global___Layout: ...
     @_builtins.property
@@ -307,10 +310,11 @@ class WorkerInfo(_message.Message):
         host_id: _builtins.str = ...,
         protocols: Global___Protocols | None = ...,
         max_num_seqs: _builtins.int = ...,
+        on_gpu: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "protocols", b"protocols"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "eos_token_ids", b"eos_token_ids", "host_id", b"host_id", "incarnation", b"incarnation", "layout", b"layout", "max_context", b"max_context", "max_num_seqs", b"max_num_seqs", "node", b"node", "num_pages", b"num_pages", "pid", b"pid", "protocols", b"protocols", "role", b"role", "transport", b"transport", "transport_metadata", b"transport_metadata", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "eos_token_ids", b"eos_token_ids", "host_id", b"host_id", "incarnation", b"incarnation", "layout", b"layout", "max_context", b"max_context", "max_num_seqs", b"max_num_seqs", "node", b"node", "num_pages", b"num_pages", "on_gpu", b"on_gpu", "pid", b"pid", "protocols", b"protocols", "role", b"role", "transport", b"transport", "transport_metadata", b"transport_metadata", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

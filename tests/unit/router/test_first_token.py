@@ -30,6 +30,7 @@ def test_targets_are_of_the_request_or_the_tenant_or_the_cluster_or_the_device()
     cpu, gpu = Targets.of(load(None)), Targets.of(load(None, {"pools.decode.gpus": 1}))
     assert cpu.ttft_s > gpu.ttft_s
     assert cpu.tpot_s > gpu.tpot_s
+    assert Targets.of(load(None), on_gpu=True) == gpu
     own = Targets.of(load(None, {"slo.ttft_ms": 300}))
     assert own == Targets(0.3, cpu.tpot_s)
     assert own.but(0, 20) == Targets(0.3, 0.02)

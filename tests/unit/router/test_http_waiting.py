@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from router.request.targets import ON_CPU, ON_GPU
 from tandem.core.protocols import NEWEST, OLDEST
 from tandem.rpc.v1.common_pb2 import Protocols
 from tests.support.router_site import Site, cluster, in_background
@@ -189,3 +190,16 @@ def test_workers_on_another_transport_do_not_pair(make_site: MakeSite, caplog: p
     expected = "transport: prefill-0/1 has 'loopback', decode-0/1 has 'nccl'"
     assert [entry["differences"] for entry in cluster(site)["incompatible"]] == [[expected]]
     assert f"pairs with 0 of the 1 workers of the other pool: {expected}" in caplog.text
+
+
+def test_by_when_tokens_are_wanted_goes_by_where_decode_workers_compute(patient: Site) -> None:
+    """Without Ray the configuration does not say: `--device` of each worker does."""
+
+    def told_s() -> list[float]:
+        return sorted(s for name, s in patient.metrics().items() if name.startswith("tandem_slo_target_seconds"))
+
+    assert told_s() == sorted(ON_CPU)
+    heir = ScriptedDecode("decode-1", incarnation="2")
+    heir.info.on_gpu = True
+    patient.add(heir)
+    assert told_s() == sorted(ON_GPU)

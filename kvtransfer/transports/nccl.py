@@ -29,8 +29,11 @@ from kvtransfer.extents import Descriptor, PageArea
 from kvtransfer.transports.base import Place, Transport
 from kvtransfer.transports.envelope import Envelope
 from kvtransfer.transports.events import PeerId, TransportEvent, WriteCompleted, WriteFailed, WriteHandle
-from kvtransfer.transports.pairs import PairReader, PairWriter, QueuedWrite, Side, translated
+from kvtransfer.transports.pairs import PairReader, PairWriter, QueuedWrite, Side, join_all, translated
 from tandem.core.errors import TransportError
+
+#: How long closing waits for helper threads, all together: less than whoever closes waits (`TransferThread.stop`).
+CLOSE_S = 4.0
 
 
 class NcclTransport(Transport):
@@ -73,7 +76,9 @@ class NcclTransport(Transport):
     def _register(self, me: Envelope) -> None:
         arena = _as_bytes(me, self._owner)
         self._gpu = str(torch.cuda.get_device_properties(arena.device).uuid) if arena.is_cuda else ""
-        self._side = Side(self.agent_name, arena, self.doorbell.host, self.timeout_s, self._frame_bytes, self._report)
+        self._side = Side(
+            self.agent_name, arena, self._owner, self.doorbell.host, self.timeout_s, self._frame_bytes, self._report
+        )
 
     def _blob(self) -> bytes:
         port = self._open().port
@@ -135,17 +140,20 @@ class NcclTransport(Transport):
             return
         for thread in (self._writers.pop(peer, None), self._readers.pop(peer, None)):
             if thread is not None:
+                if isinstance(thread, PairReader):
+                    thread.hang_up()  # it may wait for the peer longer than anybody waits for it
                 thread.ask_to_close()
                 self._leaving.append(thread)
 
     def close(self) -> None:
+        """Raises `TransportError`: a helper thread waits for its peer still. It stores nothing more, and keeps what it
+        may read."""
         if self._store is None:
             return
         for peer in self._peers.names():
             self.disconnect(PeerId(peer))
         try:
-            for thread in self._leaving:
-                thread.join()
+            join_all(self._leaving, CLOSE_S)
         finally:
             self.doorbell.close()
             self._store = self._side = self._owner = None

@@ -87,6 +87,7 @@ class Side:
 
     Attributes:
         arena: the registered memory as a flat uint8 tensor.
+        owner: of that memory, which stays for as long as a helper thread may read it.
         host: address that peers can reach; gloo listens there.
         timeout_s: bound of each blocking step.
         report: hands an event to the transport; thread-safe.
@@ -94,6 +95,7 @@ class Side:
 
     agent_name: str
     arena: torch.Tensor
+    owner: object
     host: str
     timeout_s: float
     frame_bytes: int
@@ -148,15 +150,14 @@ class PairThread(ABC):
             self._closing = True
             self._changed.notify()
 
-    def join(self) -> None:
-        """Wait for the thread; bounded, since each of its blocking steps is.
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread; whether it has ended. What waits for the peer does so for `Side.timeout_s` at most."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
-        Raises:
-            TransportError: it did not end.
-        """
-        self._thread.join(2 * self._side.timeout_s)
-        if self._thread.is_alive():
-            raise TransportError(f"{self._thread.name} did not end")
+    @property
+    def name(self) -> str:
+        return self._thread.name
 
     def _run(self) -> None:
         use_own_stream(self._side.arena.device)
@@ -164,6 +165,17 @@ class PairThread(ABC):
 
     @abstractmethod
     def _main(self) -> None: ...
+
+
+def join_all(threads: Sequence[PairThread], timeout_s: float) -> None:
+    """Wait for all of them, for so long together.
+
+    Raises:
+        TransportError: some did not end; names them.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    if late := [thread.name for thread in threads if not thread.join(max(0.0, deadline_s - time.monotonic()))]:
+        raise TransportError(f"{', '.join(late)} did not end within {timeout_s:g} s")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 import signal
+import threading
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
+import torch
 from transport_peer import ARENA_BYTES, EMPTY, Agent, Pair, PeerProcess
 
 from kvtransfer.extents import ArenaShape, Descriptor, PageArea
+from kvtransfer.transfer_thread import TransferThread
+from kvtransfer.transports import nccl
 from kvtransfer.transports.events import PeerId, WriteCompleted, WriteFailed
-from kvtransfer.transports.nccl import NcclTransport
+from kvtransfer.transports.nccl import CLOSE_S, NcclTransport
+from kvtransfer.transports.pairs import PairThread, Side
 from tandem.core.errors import TransportError
+from tests.support.waiting import LONG_S
 
 
 def test_a_transport_without_messages_says_so(make_pair: Callable[..., Pair]) -> None:
@@ -37,6 +47,32 @@ def test_gloo_bounds_a_write_to_a_stopped_peer(
         "a write that comes through",
         20,
     )
+
+
+class Stuck(PairThread):
+    """A helper thread that waits for its peer, as in gloo or NCCL: it cannot be woken."""
+
+    def __init__(self, name: str, peer_answers: threading.Event) -> None:
+        self._peer_answers = peer_answers
+        super().__init__(cast(Side, SimpleNamespace(arena=torch.zeros(1))), name)
+
+    def _main(self) -> None:
+        self._peer_answers.wait(LONG_S)
+
+
+def test_closing_takes_no_longer_than_it_is_given_however_many_helpers_wait_for_their_peers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert inspect.signature(TransferThread.stop).parameters["timeout_s"].default > CLOSE_S
+    monkeypatch.setattr(nccl, "CLOSE_S", 0.1)
+    transport, peer_answers = NcclTransport("agent", timeout_s=30.0), threading.Event()
+    transport._leaving += [Stuck(f"helper-{number}", peer_answers) for number in range(20)]
+    began_s = time.monotonic()
+    with pytest.raises(TransportError, match=r"helper-0, helper-1, .*, helper-19 did not end within 0.1 s"):
+        transport.close()
+    assert time.monotonic() - began_s < 1.5, "20 times as long, were they waited for one by one"
+    transport.close()
+    peer_answers.set()
 
 
 def test_a_two_sided_transport_stores_only_what_is_granted(make_pair: Callable[..., Pair]) -> None:

@@ -110,8 +110,6 @@ class LoadSpec:
             raise ConfigError("is about the conversations of a trace: name one (load.trace)", key="load.closed")
         if self.concurrency and not self.conversations:
             raise ConfigError("is of users that hold conversations: say how many", key="load.concurrency")
-
-    def __post_init__(self) -> None:
         of_traces = {"limit": self.limit > 0, "speed": self.speed != 1, "then": self.then, "copies": self.copies > 1}
         if not self.trace and (given := [name for name, is_given in of_traces.items() if is_given]):
             raise ConfigError(

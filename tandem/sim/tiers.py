@@ -52,6 +52,7 @@ class VirtualLane:
 
     def __init__(self, time: _Time) -> None:
         self._time, self._is_busy = time, False
+        self.is_running = False  # one of its calls
         self._calls: deque[Callable[[], None]] = deque()
 
     def put(self, call: Callable[[], None]) -> None:
@@ -64,7 +65,9 @@ class VirtualLane:
         if not self._calls:
             self._is_busy = False
             return
+        self.is_running = True
         self._calls.popleft()()
+        self.is_running = False
         self._time.after(0.0, self._run)
         self._time.spent_s = 0.0
 
@@ -144,8 +147,15 @@ def simulated_tiers(
     to_owner: Callable[[Callable[[], None]], None],
     tell: Callable[[CacheChange, CacheChange], None],
 ) -> TieredPages | None:
-    """Those of one worker; `None`: not a page has room in them."""
+    """Those of one worker; `None`: not a page has room in them. `to_owner`: runs a call when no step is under way."""
     time, stores = _Time(kernel), list[VirtualTier]()
+    writer, reader = VirtualLane(time), VirtualLane(time)
+
+    def hand_over(call: Callable[[], None]) -> None:
+        # What the writer asks is whether pages are still what was copied. That changes nothing, so it is no reason to
+        # take the steps of a worker one by one that could be taken at once.
+        time.after(0.0, call if writer.is_running else lambda: to_owner(call))
+
     if shape.host_bytes >= page_bytes:
         whole = shape.host_bytes // page_bytes * page_bytes
         stores.append(VirtualTier(HostTier, whole, page_bytes, shape.host_bytes_per_s, time))
@@ -158,11 +168,11 @@ def simulated_tiers(
         _NoMemory(),
         page_bytes,
         stores,
-        to_owner=lambda call: time.after(0.0, lambda: to_owner(call)),
+        to_owner=hand_over,
         call_later=time.after,
         tell=tell,
-        writer=VirtualLane(time),
-        reader=VirtualLane(time),
+        writer=writer,
+        reader=reader,
         clock=time.now_s,
         make_buffer=lambda _: memoryview(b""),
     )

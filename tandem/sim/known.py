@@ -192,8 +192,8 @@ class Known:
         if machine.key in self._takes_requests:
             if change is not None:
                 self._prefixes.hear(machine.key, change)
-            for in_tiers, near in of_tiers:
-                self._prefixes.hear_tiers(machine.key, in_tiers, near)
+            if machine.tiers is not None:
+                self._prefixes.hear_tiers(machine.key, *of_tiers)
 
     def _hear_reads(self, machine: Machine) -> None:
         """How fast it reads from its tiers."""

@@ -119,7 +119,8 @@ class Machine:
         self._tiers: TieredPages | None = None
         self.fetching: list[Choice] = []  # of prefill, prompts whose pages are read from a tier
         self.num_fetching = 0  # of decode, attempts at such
-        self._tier_news: list[tuple[CacheChange, CacheChange]] = []
+        # By key, whether it is there now: in some tier, and in the nearest of several.
+        self._tier_news: tuple[dict[bytes, bool], dict[bytes, bool]] = {}, {}
         if tiers is not None and prefix_cache:
             page_bytes = kv_format.layout.token_bytes * page_size
             self._scheduler.tiers = self._tiers = simulated_tiers(
@@ -127,12 +128,14 @@ class Machine:
             )
 
     def _hear_tiers(self, change: CacheChange, near: CacheChange) -> None:
-        self._tier_news.append((change, near))
+        for news, each in zip(self._tier_news, (change, near), strict=True):
+            news.update(dict.fromkeys(each.came, True))
+            news.update(dict.fromkeys(each.went, False))
 
-    def take_tier_news(self) -> list[tuple[CacheChange, CacheChange]]:
+    def take_tier_news(self) -> tuple[CacheChange, CacheChange]:
         """What its tiers have since the last call, and what the nearest of several has."""
-        news, self._tier_news = self._tier_news, []
-        return news
+        (of_any, of_nearest), self._tier_news = self._tier_news, ({}, {})
+        return _change(of_any), _change(of_nearest)
 
     @property
     def tiers(self) -> TieredPages | None:
@@ -337,3 +340,8 @@ class Machine:
     def load(self) -> WorkerLoad:
         most = self._limits.max_num_seqs if self.role is Role.DECODE else 0
         return self.known.load(self.key, self._kv_format, self.pool.page_size, most)
+
+
+def _change(news: dict[bytes, bool]) -> CacheChange:
+    came = tuple(key for key, is_there in news.items() if is_there)
+    return CacheChange(came, tuple(key for key, is_there in news.items() if not is_there))

@@ -69,6 +69,7 @@ class Machine:
     cores: that it shares with others; it then takes its steps one by one. `None`: it has its own.
     timeline: where it notes when it computed what, if anybody wants to know.
     make_scheduler: makes what plans its steps; `None`: what ships.
+    on_tier_news: called when its tiers have something that was not taken before.
     tiers: below its pool, where it has a prefix cache; `None`: there are none.
     """
 
@@ -92,6 +93,7 @@ class Machine:
         timeline: Timeline | None = None,
         make_scheduler: SchedulerMaker | None = None,
         tiers: TierShape | None = None,
+        on_tier_news: Callable[[Machine], object] = lambda _: None,
     ) -> None:
         page_size = kv_format.layout.page_size
         self.key, self.role = key, role
@@ -120,6 +122,7 @@ class Machine:
         self.fetching: list[Choice] = []  # of prefill, prompts whose pages are read from a tier
         self.num_fetching = 0  # of decode, attempts at such
         # By key, whether it is there now: in some tier, and in the nearest of several.
+        self._on_tier_news = on_tier_news
         self._tier_news: tuple[dict[bytes, bool], dict[bytes, bool]] = {}, {}
         if tiers is not None and prefix_cache:
             page_bytes = kv_format.layout.token_bytes * page_size
@@ -128,6 +131,8 @@ class Machine:
             )
 
     def _hear_tiers(self, change: CacheChange, near: CacheChange) -> None:
+        if not any(self._tier_news):
+            self._on_tier_news(self)
         for news, each in zip(self._tier_news, (change, near), strict=True):
             news.update(dict.fromkeys(each.came, True))
             news.update(dict.fromkeys(each.went, False))

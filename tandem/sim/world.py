@@ -143,12 +143,17 @@ class World:
             on_preempted=self._preempted, on_admitted=self._admitted, on_step=self._stepped,
             on_quiet=self._stepped_quietly, looks_at_s=looks_at_s if role is Role.DECODE else None,
             cores=self._cores, timeline=self.timeline, make_scheduler=self.make_scheduler, tiers=self.shape.tiers,
+            on_tier_news=self._has_tier_news,
         )  # fmt: skip
         if self.shape.faults.deaths and role is Role.PREFILL:
             groups = machine.scheduler.groups
             self._retained[key] = RetainedPrompts(machine.pool, SALT, shares=self.shape.prefix_cache, groups=groups)
         self._link_free_s[key] = 0.0
         return machine
+
+    def _has_tier_news(self, machine: Machine) -> None:
+        """A worker tells of it with its next report, also where it has nothing to compute."""
+        self.kernel.after(self.shape.report_s, partial(self._known.hear_pages, machine))
 
     def _ready(self, machine: Machine) -> None:
         self._known.add(machine)

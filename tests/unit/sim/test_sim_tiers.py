@@ -102,6 +102,21 @@ def test_the_router_hears_of_tiers_with_the_next_report() -> None:
     assert (held.num_stored(PREFILL), held.num_near(PREFILL)) == (112, 0)
 
 
+def test_the_router_hears_what_tiers_have_given_up() -> None:
+    """Of three prompts of eight pages a tier of ten keeps the last one, and a part of others."""
+    world, _ = again(tiers(host_pages=10))
+    prefixes, found = world._known._prefixes, world.machines[PREFILL].tiers
+    assert prefixes is not None
+    assert found is not None
+    known, there = [], []
+    for who in (1, 2, 3):
+        keys = prefixes.keys(asked(9, 0.0, 128, 1, *range(10 * who, 10 * who + 4)))[:7]
+        known.append(prefixes.held(keys, 128).tiers.num_pages(PREFILL))
+        there.append(next((n for n, key in enumerate(keys) if not found.stores[0].has(key)), 7))
+    assert known == there
+    assert sum(there) <= 10 < 3 * 7
+
+
 def test_decode_reads_what_it_computes_by_itself_then() -> None:
     limits = dataclasses.replace(LIMITS, computes_prompts=True)
     shape = dataclasses.replace(

@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,7 +48,7 @@ def test_shipped_scenarios_can_be_read(file: Path) -> None:
 def test_shipped_scenarios_run_to_their_end(file: Path) -> None:
     """With few requests; drawn ones where it names a trace, which does not lie beside it."""
     scenario = read_scenario(file)
-    of_traces = {"trace": "", "then": (), "limit": 0, "speed": 1.0, "copies": 1}
+    of_traces: dict[str, Any] = {"trace": "", "then": (), "limit": 0, "speed": 1.0, "copies": 1}
     load = replace(scenario.load, **of_traces, requests=60, conversations=min(10, scenario.load.conversations))
     scenario = replace(scenario, load=load)
     came = arrivals(scenario, SCENARIOS)

@@ -246,7 +246,7 @@ def test_the_table_the_file_and_the_plot(tmp_path: Path) -> None:
         (("--clusters", "0+2", "0+1", "1+1", "--concurrency", "2"), "name one colocated cluster"),
         (("--clusters", "0+2", "--concurrency", "2"), "a split or more"),
         ((), "give --rate or --concurrency"),
-        (("--trace", "nowhere.csv"), "the trace cannot be read"),
+        (("--trace", "nowhere.csv"), "cannot read the trace nowhere.csv"),
         (("--config", "nowhere.yaml", "--concurrency", "2"), "cannot read nowhere.yaml"),
     ],
     ids=["no colocated", "two colocated", "no split", "no times", "no trace", "no configuration"],

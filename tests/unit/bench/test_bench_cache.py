@@ -129,4 +129,4 @@ def test_a_trace_that_names_no_blocks_is_refused(tmp_path: Path, capsys: pytest.
     assert cli.main(["bench", "cache", str(path)]) == 1
     assert "does not say what prompts share" in capsys.readouterr().err
     assert cli.main(["bench", "cache", str(tmp_path / "none")]) == 1
-    assert "the trace cannot be read" in capsys.readouterr().err
+    assert "cannot read the trace" in capsys.readouterr().err

@@ -119,7 +119,7 @@ def test_a_worker_of_the_next_version_serves(make_site: MakeSite) -> None:
     [
         {"bad_words": ["x"]},
         {"allowed_token_ids": [97]},
-        {"structured_outputs": {"choice": ["a", "b"]}},
+        pytest.param({"structured_outputs": {"choice": ["a", "b"]}}, marks=pytest.mark.processes),
         {"cache_salt": "s"},
     ],
 )

@@ -223,6 +223,7 @@ def test_all_files_install_alike() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.faults
 def test_the_named_wheel_reaches_a_host_that_has_others(tmp_path: Path) -> None:
     """One of the same version, and one of an older, which rsync has left there. pip and wheels are real."""
     home = a_home(tmp_path)

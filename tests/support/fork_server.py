@@ -244,10 +244,24 @@ def _become(asked: dict[str, Any]) -> None:
     runpy.run_module(asked["module"], run_name="__main__", alter_sys=True)
 
 
+def _prepare() -> None:
+    """What each worker would do first, by what it has imported: half of the second in which it loads a small model."""
+    if "numba" in sys.modules:
+        from numba.core.registry import cpu_target
+
+        cpu_target.typing_context.refresh()
+        cpu_target.target_context.refresh()
+    if "transformers" in sys.modules:
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        get_checkpoint_conversion_mapping("llama")
+
+
 def main() -> None:
     tests = socket.socket(fileno=int(sys.argv[1]))
     for module in sys.argv[2:]:
         importlib.import_module(module)
+    _prepare()
     if len(os.listdir("/proc/self/task")) > 1:
         sys.exit("an import starts a thread: a fork would lack it")
     gc.collect()

@@ -421,6 +421,7 @@ def test_a_worker_that_does_not_start_is_an_error_that_says_why(tmp_path: Path) 
 
 
 @pytest.mark.processes
+@pytest.mark.faults
 def test_what_was_found_before_a_failure_is_shown_and_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ from tandem.core.errors import TandemError
 
 
 @pytest.mark.processes
+@pytest.mark.faults
 @pytest.mark.timeout(180)
 def test_a_small_cluster_takes_its_steps_and_is_shown() -> None:
     sizes = SimulatedSizes(clusters=(1,), num_seqs=3, num_input=40, num_output=20, num_rounds=2, quiet_s=0.1)

@@ -261,6 +261,7 @@ def test_a_router_that_has_just_started_takes_no_connection_before_it_knows_the_
 
 
 @pytest.mark.processes
+@pytest.mark.faults  # eight do so in `make test`
 def test_one_port_grows_to_three_routers_and_shrinks_to_one_under_load(shared: SharedPort) -> None:
     first = shared.start("router-0")
     with SteadyLoad(shared.url, 6) as load:

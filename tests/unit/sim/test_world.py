@@ -397,6 +397,7 @@ def prompts_then_outputs(each_s: float) -> list[Arrival]:
     return found
 
 
+@pytest.mark.faults
 def test_workers_change_their_role_with_the_load_by_the_law_that_ships() -> None:
     each_s = 100.0
     shape = dataclasses.replace(by_load(Range(1, 3), Range(1, 3)), start_s=1e6, flexible=2, change_s=1.0)

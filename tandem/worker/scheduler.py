@@ -406,7 +406,10 @@ class BatchScheduler:
         table[behind] = page_table([0]) * (behind.stop - behind.start)
         sequence.num_hidden = num_hidden
         if not sequence.is_decode:
-            num_missing = pages_for(len(sequence.token_ids), self.pool.page_size) - len(table) // of_place
+            num_places = pages_for(len(sequence.token_ids), self.pool.page_size)
+            if self.limits.num_windowed:  # an output that is replayed gets pages of both kinds as its chunks need them
+                num_places = len(sequence.pages)
+            num_missing = num_places - len(table) // of_place
             taken = self.pool.allocate(of_place * max(0, min(num_back // of_place, num_missing)))
             assert taken is not None  # no more than came back just now
             table.extend(taken)

@@ -784,3 +784,26 @@ def test_two_that_share_cached_pages_both_go_on_in_pools_without_another_page() 
         assert not batch.stalled
         assert not batch.preempted
     assert [sequence.num_cached for sequence in both] == [24, 24]
+
+
+def handed_off_mixed(scheduler: BatchScheduler, num_prompt: int, output: int) -> Sequence:
+    """In the batch, with the pages of its prompt that an output sees, and so many tokens of one to be replayed."""
+    sequence, groups = prompt("h", num_prompt), scheduler.groups
+    sequence.token_ids.extend(range(output))
+    sequence.num_hidden = groups.num_hidden(num_prompt)
+    pages = scheduler.pool.allocate(groups.num_seen(num_prompt)) or []
+    sequence.pages, sequence.windowed = groups.tables(pages, sequence.num_hidden, -(-num_prompt // PAGE))
+    sequence.num_computed = num_prompt
+    scheduler.enter(sequence)
+    return sequence
+
+
+def test_of_a_mixed_model_a_replayed_output_holds_all_its_pages_wherever_it_ends() -> None:
+    for num_steps in range(8):
+        scheduler = windowed(100, 9, num_windowed=2)
+        sequence = handed_off_mixed(scheduler, 20, 45)
+        for _ in range(num_steps):
+            step(scheduler)
+            assert len(scheduler.held_pages(sequence)) == scheduler.pool.counts().used
+        scheduler.pool.release(scheduler.remove(sequence))
+        assert scheduler.pool.counts().used == 0

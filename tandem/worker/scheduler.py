@@ -436,7 +436,7 @@ class BatchScheduler:
 
     def discard(self, keys: Seq[bytes]) -> None:
         """The KV of these pages may be wrong: nobody finds it any more, neither in the pool nor below it."""
-        self.pool.discard(keys)
+        self.pool.discard(self.groups.listed_keys(keys, 0))
         if self.tiers is not None:
             self.tiers.discarded(keys)
 

@@ -807,3 +807,16 @@ def test_of_a_mixed_model_a_replayed_output_holds_all_its_pages_wherever_it_ends
             assert len(scheduler.held_pages(sequence)) == scheduler.pool.counts().used
         scheduler.pool.release(scheduler.remove(sequence))
         assert scheduler.pool.counts().used == 0
+
+
+def test_of_a_mixed_model_pages_of_all_layers_are_discarded() -> None:
+    """Else a prompt that is computed anew would leave the old ones in the cache, beside its own of the other layers."""
+    scheduler = windowed(100, 9, num_windowed=2)
+    first = prompt("first", 10 * PAGE)
+    scheduler.add(first)
+    while first.num_computed < first.num_prompt:
+        step(scheduler)
+    scheduler.pool.release(scheduler.retire(first))
+    assert scheduler.pool.counts().cached == 3 * 10
+    scheduler.discard(first.keys)
+    assert scheduler.pool.counts().cached == 0

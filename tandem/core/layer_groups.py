@@ -20,6 +20,9 @@ from dataclasses import dataclass
 
 from tandem.core.pages import PagePool, PageTable, Shortage, num_hidden_pages, page_table, pages_for, windowed_key
 
+# What `windowed_key` can tell apart.
+_MOST_WINDOWED = 255
+
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
@@ -50,6 +53,32 @@ class LayerGroups:
         if self.num_windowed:
             return num_places + self.num_windowed * (num_places - num_hidden)
         return num_places - num_hidden
+
+    def pages_of(self, num_places: int, num_in_window: int) -> int:
+        """Pages of so many places, where layers with a window have theirs for `num_in_window` of them."""
+        return num_places + self.num_windowed * num_in_window if self.num_windowed else num_in_window
+
+    def most_in_window(self, chunk_size: int) -> int:
+        """Places that a chunk is written to and that layers with a window see from it, wherever in a page it begins."""
+        return pages_for(self.window + chunk_size - 2, self.page_size) + 1
+
+    def most_pages(self, num_tokens: int, chunk_size: int) -> int:
+        """Pages that a text of so many tokens has at a time, at most, where it is computed in such chunks; some may be
+        cached ones, beside its own."""
+        num_places = pages_for(num_tokens, self.page_size)
+        return self.pages_of(num_places, min(num_places, self._most_held(chunk_size))) if self.window else num_places
+
+    def most_tokens(self, num_pages: int, chunk_size: int) -> int:
+        """Tokens of the longest text that has room in so many pages; where no layer sees all, of the longest that is
+        kept as a whole."""
+        num_held = self._most_held(chunk_size)
+        if not self.num_windowed:
+            return num_pages * self.page_size
+        return max(num_pages // self.num_of_place, num_pages - self.num_windowed * num_held) * self.page_size
+
+    def _most_held(self, chunk_size: int) -> int:
+        """Places whose pages for layers with a window one text has."""
+        return pages_for(self.window, self.page_size) + self.most_in_window(chunk_size)
 
     def acquire(self, pool: PagePool, keys: Sequence[bytes]) -> tuple[int, list[int]]:
         """Take a reference on the pages of the longest beginning that is cached as far as the token behind it sees it.
@@ -170,3 +199,12 @@ class LayerGroups:
             if place >= num_hidden:
                 listed += [windowed_key(key, group) for group in range(num_windowed)]
         return listed
+
+
+def num_windowed_pages(num_full: int, num_windowed: int) -> int:
+    """Pages of a place for so many layers with a window beside so many that see all.
+
+    0: such a model keeps all pages. Where fewer layers have a window than see all, a page for them would be half empty.
+    """
+    num_pages = -(-num_windowed // num_full) if 0 < num_full <= num_windowed else 0
+    return num_pages if num_pages <= _MOST_WINDOWED else 0

@@ -18,6 +18,7 @@ from typing import Any
 from tandem.core.config import EMBEDDED_MODEL
 from tandem.core.dtypes import DTYPE_BYTES, kv_head_bytes
 from tandem.core.errors import ModelLoadError
+from tandem.core.windows import NO_WINDOWS, Windows, windows_of
 
 EMBEDDED_NAME = "tandem-tiny"
 ANY_NAME = "*"
@@ -53,6 +54,7 @@ class ModelFacts:
         num_parameters, num_bytes: of all tensors in the safetensors files, 0 when there are none.
         tensors_dtype: of all floating-point tensors in these files, whatever the config says; see `tensors_dtype`.
         quantization: what the config says of that, where the checkpoint comes quantised and is not unpacked at once.
+        windows: of its layers.
     """
 
     name: str
@@ -67,6 +69,7 @@ class ModelFacts:
     num_bytes: int = 0
     tensors_dtype: str = "float32"
     quantization: dict[str, Any] | None = None
+    windows: Windows = NO_WINDOWS
 
     def kv_bytes_per_token(self, dtype: str) -> int | None:
         """Bytes of K and V of one token in all layers, `None` when the shape is not known."""
@@ -140,6 +143,7 @@ def read_facts(path: str, directory: Path) -> ModelFacts:
         num_bytes=sum(head.num_bytes for head in tensors.values()),
         tensors_dtype=_dtype_of(tensors),
         quantization=_quantization(config),
+        windows=_windows(text),
     )
 
 
@@ -243,6 +247,16 @@ def _quantization(config: dict[str, Any]) -> dict[str, Any] | None:
     if said and not isinstance(said, dict):
         raise ModelLoadError(f"quantization_config in config.json must be an object, not {said!r}")
     return said if said and said.get("quant_method") != MXFP4 else None
+
+
+def _windows(text: dict[str, Any]) -> Windows:
+    """What is not to be understood is left to whoever loads the model: here it counts as none."""
+    try:
+        windows = windows_of(text)
+    except (ArithmeticError, TypeError, ValueError):
+        return NO_WINDOWS
+    num_layers = windows.num_windowed + windows.num_full
+    return windows if windows.window > 0 and num_layers == text.get("num_hidden_layers") else NO_WINDOWS
 
 
 def _embedded() -> Path:

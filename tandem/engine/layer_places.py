@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
-# What `windowed_key` can tell apart.
-_MOST_WINDOWED = 255
+from tandem.core.layer_groups import num_windowed_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +51,7 @@ class LayerPlaces:
 
 
 def layer_places(config: PreTrainedConfig, max_context: int) -> LayerPlaces | None:
-    """Of models with this config; `None`: they are not mixed, or nothing is to be gained by it.
-
-    Where fewer layers have a window than see all, a page for them would be half empty.
-    """
+    """Of models with this config; `None`: they are not mixed, or nothing is to be gained by it."""
     text = config.get_text_config(decoder=True)
     kinds = list(getattr(text, "layer_types", None) or ())
     window = int(getattr(text, "sliding_window", None) or 0)
@@ -63,10 +59,8 @@ def layer_places(config: PreTrainedConfig, max_context: int) -> LayerPlaces | No
     is_on = getattr(text, "use_sliding_window", True)  # some keep the kinds of their layers where it is off
     if not is_on or not 0 < window < max_context or num_all + num_sliding < len(kinds):
         return None
-    if not 0 < num_all <= num_sliding or len(kinds) != int(text.num_hidden_layers):
-        return None
-    num_windowed = -(-num_sliding // num_all)
-    if num_windowed > _MOST_WINDOWED:
+    num_windowed = num_windowed_pages(num_all, num_sliding)
+    if not num_windowed or len(kinds) != int(text.num_hidden_layers):
         return None
     of, num_seen_all, num_seen = list[tuple[int, int]](), 0, 0
     for kind in kinds:

@@ -371,25 +371,12 @@ class BatchScheduler:
         num_missing = pages_for(num_tokens, self.pool.page_size) - num_cached
         if not self.limits.window:
             return num_missing
-        return self._pages_of(num_missing, min(num_missing, self._most_in_window))
-
-    def _pages_of(self, num_places: int, num_in_window: int) -> int:
-        """Pages of so many places, where layers with a window have theirs for `num_in_window` of them."""
-        num_windowed = self.limits.num_windowed
-        return num_places + num_windowed * num_in_window if num_windowed else num_in_window
+        most_in_window = self.groups.most_in_window(self.limits.chunk_size)
+        return self.groups.pages_of(num_missing, min(num_missing, most_in_window))
 
     def most_pages(self, num_tokens: int) -> int:
         """Pages that a sequence of so many tokens has at a time, at most; some may be cached ones, beside its own."""
-        num_pages = pages_for(num_tokens, self.pool.page_size)
-        if not self.limits.window:
-            return num_pages
-        most_cached = pages_for(self.limits.window, self.pool.page_size)
-        return self._pages_of(num_pages, min(num_pages, most_cached + self._most_in_window))
-
-    @property
-    def _most_in_window(self) -> int:
-        """Places that a chunk is written to and that its tokens see, wherever in a page it begins."""
-        return pages_for(self.limits.window + self.limits.chunk_size - 2, self.pool.page_size) + 1
+        return self.groups.most_pages(num_tokens, self.limits.chunk_size)
 
     def slide(self, sequence: Sequence) -> None:
         """Give back the pages that no token sees any more, and take as many for the tokens that are to come."""

@@ -41,10 +41,12 @@ from tandem.core.config import (
 )
 from tandem.core.errors import ConfigError, TandemError
 from tandem.core.identity import WORKER_ROLES, Role
+from tandem.core.layer_groups import LayerGroups, num_windowed_pages
 from tandem.core.model_path import ModelFacts, read_facts, resolve_model, shown_name
 from tandem.core.pooling import read_pooling
 from tandem.core.time_model import SIMULATED_TOKEN_BYTES, TimeModel, read_time_model
 from tandem.core.version import DISTRIBUTION, TOP_LEVEL_NAMES, version
+from tandem.core.windows import kept_windows
 from tandem.core.writable import check_writable_directory
 from tandem.engine.quantized.scheme import read_scheme
 from tandem.rpc.security import is_loopback
@@ -367,18 +369,31 @@ class Preflight:
     def _check_one_request_fits(self, pages: int) -> None:
         per_token = self.facts.kv_bytes_per_token(self.kv_dtype)
         context = self.config.cache.max_context or self.facts.max_positions
-        if per_token is None or context is None:
+        if not per_token or context is None:
             return  # the worker knows the model's shape and checks again
-        page_size = self.config.cache.page_size
-        needed = -(-context // page_size) * page_size * per_token
+        groups, num_layers = self._groups_on_cpu(context)
+        chunk_size = self.config.scheduling.chunk_size
+        page_bytes = groups.page_size * per_token * num_layers // (self.facts.num_layers or num_layers)
+        needed = groups.most_pages(context, chunk_size) * page_bytes
         if needed > pages:
             key = "cache.memory_bytes" if self.config.cache.memory_bytes else "cache.memory_share"
-            most = pages // per_token // page_size * page_size
+            most = groups.most_tokens(pages // page_bytes, chunk_size)
             raise ConfigError(
                 f"{key} gives each worker {human_bytes(pages)} of pages, one request of {context} tokens needs "
                 f"{human_bytes(needed)}; raise it, or set cache.max_context to at most {most}",
                 key=key,
             )
+
+    def _groups_on_cpu(self, context: int) -> tuple[LayerGroups, int]:
+        """Which pages a worker on a CPU keeps of a text, where texts are so long at most; and the layers of a page."""
+        page_size, windows = self.config.cache.page_size, self.facts.windows
+        num_layers = self.facts.num_layers or 0
+        if windows.window >= context:
+            return LayerGroups(page_size), num_layers
+        num_windowed = num_windowed_pages(windows.num_full, windows.num_windowed)
+        if num_windowed and self.config.cache.mixed_windows:
+            return LayerGroups(page_size, windows.window, num_windowed), windows.num_full
+        return LayerGroups(page_size, kept_windows(windows, on_cpu=True).window), num_layers
 
     def _check_one_request_is_simulated(self, time_model: TimeModel) -> None:
         context = self.config.cache.max_context or self.facts.max_positions

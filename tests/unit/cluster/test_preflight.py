@@ -238,6 +238,33 @@ def test_the_doctor_says_for_how_many_tokens_there_is_room(
     assert num_tokens in details["memory"]
 
 
+@pytest.mark.parametrize(
+    ("num_sliding", "cache", "most"),
+    [
+        (3, {"memory_bytes": 2 << 20}, 0),  # 64 places of one layer, and 21 of the three others: 127 of 128 pages
+        (3, {"memory_bytes": 1 << 20}, 512),
+        (3, {"memory_bytes": 2 << 20, "mixed_windows": False}, 1024),
+        (3, {"memory_bytes": 1 << 20, "max_context": 64}, 0),
+        (4, {"memory_bytes": 2 << 20}, 0),  # 21 places of all layers
+        (4, {"memory_bytes": 1 << 20}, 512),
+        (1, {"memory_bytes": 2 << 20}, 1024),
+    ],
+)
+def test_a_request_has_room_where_workers_keep_what_layers_with_a_window_see(
+    checkpoint: Path, free_port: int, num_sliding: int, cache: dict[str, Any], most: int
+) -> None:
+    """Of a context of 2048 tokens, 4 MiB were all kept; the windows have 64."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    kinds = ["sliding_attention"] * num_sliding + ["full_attention"] * (4 - num_sliding)
+    (checkpoint / "config.json").write_text(json.dumps({**config, "sliding_window": 64, "layer_types": kinds}))
+    checks = preflight(checkpoint, free_port, cache=cache)
+    if most:
+        with pytest.raises(ConfigError, match=f"set cache.max_context to at most {most}$"):
+            checks.check_memory()
+    else:
+        assert checks.check_memory().status == "ok"
+
+
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 def test_pages_on_gpus_have_the_models_type(checkpoint: Path, free_port: int, dtype: str) -> None:
     checks = preflight(checkpoint, free_port, cache={"dtype": dtype}, pools={"decode": {"gpus": 1}})

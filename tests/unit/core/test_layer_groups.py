@@ -25,6 +25,13 @@ def test_pages_that_are_seen_are_all_of_some_layers_and_the_last_ones_of_the_oth
     assert LayerGroups(PAGE, 9, 3).num_seen(7) == 2 + 3 * 2
 
 
+def test_the_longest_text_that_has_room_takes_no_more_pages() -> None:
+    for groups in (LayerGroups(PAGE), LayerGroups(PAGE, 9, 1), LayerGroups(PAGE, 10, 3)):
+        for num_pages in range(1, 99):
+            most = groups.most_tokens(num_pages, 8)
+            assert groups.most_pages(most, 8) <= num_pages < groups.most_pages(most + 1, 8)
+
+
 def test_a_table_and_a_list_are_two_forms_of_the_same(groups: LayerGroups) -> None:
     for num_tokens in range(1, 60):
         num_hidden, num_places = groups.num_hidden(num_tokens), pages_for(num_tokens, PAGE)

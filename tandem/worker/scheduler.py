@@ -250,6 +250,7 @@ class BatchScheduler:
                 sequence.num_computed = item.start + num_right
                 sequence.token_ids.extend(following)
                 if self.limits.window:
+                    num_to_publish -= self._publish_hidden(sequence, num_to_publish)
                     self.slide(sequence)
                 else:
                     num_to_publish -= self._publish(item, num_to_publish)
@@ -384,7 +385,7 @@ class BatchScheduler:
         if num_hidden <= sequence.num_hidden:
             return
         if self.prefix_cache:
-            self._publish_to(sequence, num_hidden)
+            self._publish_between(sequence, max(sequence.num_published, sequence.num_hidden), num_hidden)
         table, of_place = self._sliding(sequence)
         behind = slice(sequence.num_hidden * of_place, num_hidden * of_place)
         num_available = self.pool.num_available
@@ -590,14 +591,27 @@ class BatchScheduler:
         if self.prefix_cache:
             self._publish_to(sequence, sequence.num_computed // self.pool.page_size)
 
+    def _publish_hidden(self, sequence: Sequence, most: int) -> int:
+        """Add to the prefix cache up to `most` places that came with a handoff and that no layer with a window sees: in
+        a mixed model pages of the others. Returns how many."""
+        num_older = min(most, sequence.num_hidden - sequence.num_published) if self.prefix_cache else 0
+        if num_older > 0:
+            self._publish_to(sequence, sequence.num_published + num_older)
+        return max(0, num_older)
+
     def _publish_to(self, sequence: Sequence, end: int) -> None:
         """Add the pages before the `end`th, which are full."""
+        self._publish_between(sequence, sequence.num_published, end)
+
+    def _publish_between(self, sequence: Sequence, begin: int, end: int) -> None:
+        """Add full pages; those before the `begin`th may be added later."""
         sequence.extend_keys(self.pool.page_size, self.salt, end * self.pool.page_size)
         if self.limits.num_windowed:
-            self._publish_groups(sequence, sequence.num_published, end)
+            self._publish_groups(sequence, begin, end)
         else:
-            self._publish_pages(sequence, max(sequence.num_published, sequence.num_hidden), end)
-        sequence.num_published = max(sequence.num_published, end)
+            self._publish_pages(sequence, max(begin, sequence.num_hidden), end)
+        if begin == sequence.num_published:
+            sequence.num_published = max(begin, end)
 
     def _publish_pages(self, sequence: Sequence, begin: int, end: int) -> None:
         before = sequence.keys[begin - 1] if 0 < begin < end else b""

@@ -820,3 +820,18 @@ def test_of_a_mixed_model_pages_of_all_layers_are_discarded() -> None:
     assert scheduler.pool.counts().cached == 3 * 10
     scheduler.discard(first.keys)
     assert scheduler.pool.counts().cached == 0
+
+
+def test_of_a_mixed_model_a_step_publishes_a_bounded_number_of_pages_that_came_with_a_handoff() -> None:
+    scheduler = windowed(3100, 9, num_windowed=1)
+    pool, sequence = scheduler.pool, handed_off_mixed(scheduler, 3000 * PAGE, 1)
+    keys = page_keys(sequence.token_ids, PAGE, b"m")
+    found = []
+    for _ in range(2 * PAGE):
+        step(scheduler)
+        found.append(pool.match(keys))
+    assert found == [512, 1024, 1536, 2048, 2560, 2999, 2999, 3000]
+    # One that was given back before those before it were published is found, too.
+    assert pool.match([windowed_key(key, 0) for key in keys[2998:]]) == 2
+    pool.release(scheduler.retire(sequence))
+    assert scheduler.groups.acquire(pool, keys)[0] == 2998

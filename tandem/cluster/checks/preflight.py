@@ -309,7 +309,12 @@ class Preflight:
 
     def check_tiers(self) -> Finding:
         num_workers = sum(pool.most for pool in self._pools.values())
-        return check_tiers(self.config.cache, num_workers, self.host, local=self.local)
+        cache = self.config.cache
+        finding = check_tiers(cache, num_workers, self.host, local=self.local)
+        if (cache.disk_path or cache.host_bytes) and self._num_cpu_workers and self._is_mixed:
+            detail = f"none on CPUs: some layers of {self.facts.name} see a window, and have pages of their own"
+            return Finding("page tiers", "warn", detail, "set cache.mixed_windows to false, or keep no copies")
+        return finding
 
     def check_draft(self) -> Finding:
         return check_draft(self.config, self.facts.directory, on_gpu=bool(self.config.pools.decode.gpus))
@@ -394,6 +399,14 @@ class Preflight:
         if num_windowed and self.config.cache.mixed_windows:
             return LayerGroups(page_size, windows.window, num_windowed), windows.num_full
         return LayerGroups(page_size, kept_windows(windows, on_cpu=True).window), num_layers
+
+    @property
+    def _is_mixed(self) -> bool:
+        """Whether workers on CPUs have pages for each kind of layers."""
+        context = self.config.cache.max_context or self.facts.max_positions
+        if self._time_model is not None or context is None:
+            return False
+        return self._groups_on_cpu(context)[0].num_windowed > 0
 
     def _check_one_request_is_simulated(self, time_model: TimeModel) -> None:
         context = self.config.cache.max_context or self.facts.max_positions

@@ -265,6 +265,19 @@ def test_a_request_has_room_where_workers_keep_what_layers_with_a_window_see(
         assert checks.check_memory().status == "ok"
 
 
+def test_copies_that_no_worker_makes_are_a_warning(checkpoint: Path, free_port: int) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    kinds = ["sliding_attention", "full_attention"] * 2
+    (checkpoint / "config.json").write_text(json.dumps({**config, "sliding_window": 64, "layer_types": kinds}))
+
+    def found(**cache: Any) -> tuple[str, str]:
+        finding = preflight(checkpoint, free_port, cache={"host_bytes": 1 << 20, **cache}).check_tiers()
+        return finding.status, finding.remedy
+
+    assert found() == ("warn", "set cache.mixed_windows to false, or keep no copies")
+    assert found(mixed_windows=False)[0] == found(max_context=64)[0] == found(host_bytes=0)[0] == "ok"
+
+
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 def test_pages_on_gpus_have_the_models_type(checkpoint: Path, free_port: int, dtype: str) -> None:
     checks = preflight(checkpoint, free_port, cache={"dtype": dtype}, pools={"decode": {"gpus": 1}})

@@ -274,7 +274,7 @@ class Preflight:
         return Finding("model", "ok", detail)
 
     def check_cache_dtype(self) -> Finding:
-        """GPUs keep K and V as they compute them."""
+        """GPUs keep K and V as they compute them, and mixed models as a whole."""
         asked = self.config.cache.dtype
         if self._time_model is not None:
             return Finding("pages", "ok", "simulated")
@@ -283,6 +283,12 @@ class Preflight:
                 f"cache.dtype is {asked}, but on GPUs pages have the type that is computed in, {self.dtype}; leave "
                 "cache.dtype out, or set model.dtype",
                 key="cache.dtype",
+            )
+        if self._on_gpu and self._num_cpu_workers and self._is_mixed:
+            raise ConfigError(
+                f"some layers of {self.facts.name} see a window: what they do not see any more workers on CPUs give "
+                "back, and workers on GPUs keep, so they cannot exchange pages; set cache.mixed_windows to false",
+                key="cache.mixed_windows",
             )
         per_token = self.facts.kv_bytes_per_token(self.kv_dtype)
         size = f", {human_bytes(per_token)} a token" if per_token is not None else ""

@@ -265,13 +265,27 @@ def test_a_request_has_room_where_workers_keep_what_layers_with_a_window_see(
         assert checks.check_memory().status == "ok"
 
 
-def test_copies_that_no_worker_makes_are_a_warning(checkpoint: Path, free_port: int) -> None:
+@pytest.fixture
+def mixed(checkpoint: Path) -> Path:
+    """Every other layer sees 64 tokens."""
     config = json.loads((checkpoint / "config.json").read_text())
     kinds = ["sliding_attention", "full_attention"] * 2
     (checkpoint / "config.json").write_text(json.dumps({**config, "sliding_window": 64, "layer_types": kinds}))
+    return checkpoint
+
+
+def test_cpus_and_gpus_that_would_keep_other_pages_are_refused(mixed: Path, free_port: int) -> None:
+    on_gpu, on_both = {"prefill": {"gpus": 1}, "decode": {"gpus": 1}}, {"decode": {"gpus": 1}}
+    with pytest.raises(ConfigError, match=r"cannot exchange pages; set cache\.mixed_windows to false"):
+        preflight(mixed, free_port, pools=on_both).check_cache_dtype()
+    for pools, cache in ((on_gpu, {}), (on_both, {"mixed_windows": False}), (on_both, {"max_context": 64}), ({}, {})):
+        assert preflight(mixed, free_port, pools=pools, cache=cache).check_cache_dtype().status == "ok"
+
+
+def test_copies_that_no_worker_makes_are_a_warning(mixed: Path, free_port: int) -> None:
 
     def found(**cache: Any) -> tuple[str, str]:
-        finding = preflight(checkpoint, free_port, cache={"host_bytes": 1 << 20, **cache}).check_tiers()
+        finding = preflight(mixed, free_port, cache={"host_bytes": 1 << 20, **cache}).check_tiers()
         return finding.status, finding.remedy
 
     assert found() == ("warn", "set cache.mixed_windows to false, or keep no copies")

@@ -27,17 +27,16 @@ class GrammarQueue:
 
     def enter(self, client: str, trial: bytes) -> bool:
         """Let it wait; it may wait for others already, and then begins with whoever is first. `False`: too many do."""
-        if trial in self._running.values():
-            return True
         line = self._waiting.get(client, ())
-        if trial in line:
+        if trial in self._running.values() or (trial in line and trial in self._asked):
             return True
-        if len(line) + (client in self._running) >= self._max_of_one:
+        if trial not in line and len(line) + (client in self._running) >= self._max_of_one:
             return False
         if trial not in self._asked and len(self._asked) >= self._max_waiting:
             return False
-        self._waiting.setdefault(client, deque()).append(trial)
         self._asked.add(trial)
+        if trial not in line:  # else it was tried at another client's turn, and keeps its place for this time
+            self._waiting.setdefault(client, deque()).append(trial)
         return True
 
     def begin(self) -> tuple[str, bytes] | None:

@@ -69,6 +69,25 @@ def test_who_asks_for_what_waits_in_anothers_line_waits_for_the_earlier_turn_and
     assert queue.begin() == ("many", b"many2")
 
 
+def test_what_was_tried_at_anothers_turn_and_is_asked_for_anew_is_tried_at_its_old_place() -> None:
+    """Its first trial may have failed, or been forgotten. Whoever asks would else wait for ever."""
+    queue = GrammarQueue(2, 100, 1000)
+    assert queue.enter("own", b"long")
+    assert queue.begin() == ("own", b"long")
+    assert queue.enter("third", b"y")
+    assert queue.begin() == ("third", b"y")
+    assert all(queue.enter(client, b"x") for client in ("other", "own"))
+    queue.end("third")
+    assert queue.begin() == ("other", b"x")
+    queue.end("other")
+    assert queue.begin() is None, "who waits for it has a trial under way"
+    assert queue.enter("own", b"x")
+    queue.end("own")
+    assert queue.begin() == ("own", b"x")
+    queue.end("own")
+    assert queue.begin() is None
+
+
 def test_of_grammars_that_take_long_few_are_remembered_so_that_workers_get_them_at_their_clients_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

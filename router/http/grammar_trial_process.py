@@ -84,6 +84,9 @@ def _bound(max_s: float, num_bytes: int) -> None:
         num_mapped = int(file.read().split()[0]) * resource.getpagesize()
     # A stack takes 4096 bytes of addresses for each of the text, and hardly any of memory.
     most = num_mapped + 4096 * num_bytes + (64 << 20) + MAX_BYTES
+    # A limit under which the router was started holds here, too, and cannot be raised.
+    known = [limit for limit in resource.getrlimit(resource.RLIMIT_AS) if limit != resource.RLIM_INFINITY]
+    most = min([most, *known])
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     nowhere = os.open(os.devnull, os.O_WRONLY)

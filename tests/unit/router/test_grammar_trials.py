@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import string
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -75,6 +77,19 @@ def test_closing_ends_the_process(trials: GrammarTrials) -> None:
     assert process is not None
     trials.close()
     assert process.returncode is not None
+
+
+def test_a_limit_that_the_router_was_started_under_holds_for_trials_too(trials: GrammarTrials) -> None:
+    assert trials.try_out(of_regex("d", "f", LIMITS).text).refusal == ""
+    process = trials._process
+    assert process is not None
+    num_pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[0])
+    most = num_pages * resource.getpagesize() + (512 << 20)
+    resource.prlimit(process.pid, resource.RLIMIT_AS, (most, most))
+    try:
+        assert trials.try_out(of_regex("d+", "f", LIMITS).text).refusal == ""
+    finally:
+        trials.close()
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ class GrammarTrials:
     def try_out(self, text: str) -> Verdict:
         """Compile the grammar, and make its first masks.
 
-        Raises `InternalError`: the process cannot be started, or has no processor.
+        Raises `InternalError`: the process cannot be started, or has no processor, or the trial failed.
         """
         ours, theirs = socket.socketpair()
         with ours:
@@ -72,6 +72,8 @@ class GrammarTrials:
             raise InternalError("the grammar could not be checked: the process that checks grammars has ended")
         if said != BEGUN:
             found = json.loads(said)
+            if found["failure"]:
+                raise InternalError(f"the grammar could not be checked: {found['failure']}")
             return Verdict(found["said"], found["cpu_s"])
         refusal = (
             f"takes more than {self._max_s:g} s of computation (limits.max_grammar_compile_s) or {MAX_BYTES >> 20} MiB "

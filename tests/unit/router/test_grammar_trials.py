@@ -9,13 +9,14 @@ import signal
 import string
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from router.http.grammar_trials import GrammarTrials
 from router.openai.grammar import of_choices, of_grammar, of_lark, of_regex, of_schema
 from tandem.core.config import LimitsConfig
-from tandem.core.errors import InvalidRequestError
+from tandem.core.errors import InternalError, InvalidRequestError
 from tandem.core.model_path import resolve_model
 from tandem.core.tokenizer import Tokenizer
 from tandem.core.vocabulary import description
@@ -77,6 +78,11 @@ def test_closing_ends_the_process(trials: GrammarTrials) -> None:
     assert process is not None
     trials.close()
     assert process.returncode is not None
+
+
+def test_what_fails_in_a_trial_is_no_refusal(trials: GrammarTrials) -> None:
+    with pytest.raises(InternalError, match="could not be checked: AttributeError"):
+        trials.try_out(cast(str, 7))
 
 
 def test_a_limit_that_the_router_was_started_under_holds_for_trials_too(trials: GrammarTrials) -> None:

@@ -9,7 +9,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from dataclasses import field as with_default
+from enum import Enum
 from typing import Any
+from urllib.parse import unquote
 
 import orjson
 from llguidance import LLMatcher
@@ -26,8 +28,9 @@ WHITESPACE = r" |\n[ \t]{0,40}"
 # One text or expression within a grammar. The time of each mask grows with it, 4 ms for so many, and of three times as
 # many the lexer could not follow the end.
 _MAX_TEXT_BYTES = 8 << 10
-# What of a schema only describes.
+# What of a schema only describes, unless it is referred to: that is a schema wherever it stands.
 _DESCRIBES = frozenset(("title", "description", "default", "examples", "$comment"))
+_REFERENCE = re.compile(r'"\$(?:ref|dynamicRef|recursiveRef)":"([^"]*)"')
 # A text in JSON and in Lark's form. What is between its quotes is passed once, also where the end is missing.
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\Z)')
 _QUOTED_OR_REGEX = re.compile(r'"(?:[^"\\\n]|\\.)*+(?:"|\Z)|/(?:[^/\\\n]|\\.)*+(?:/|\Z)')
@@ -93,18 +96,34 @@ def of_schema(schema: Any, field: str, limits: LimitsConfig, *, whitespace: str 
 def _check_texts(schema: Any, as_json: str, field: str) -> None:
     if not _longest(_QUOTED, as_json) > _MAX_TEXT_BYTES:
         return
-    ahead: list[tuple[str, Any]] = [(field, schema)]
+    referred = {step for path in _REFERENCE.findall(as_json) for step in unquote(path).split("/")}
+    passed_over = _DESCRIBES - referred
+    ahead = [(field, schema, _Kind.SCHEMA)]
     while ahead:
-        path, part = ahead.pop()
+        path, part, kind = ahead.pop()
         if isinstance(part, dict):
             for key, value in part.items():
                 _check_text(key, path)
-                if key not in _DESCRIBES:
-                    ahead.append((f"{path}.{key}", value))
+                if kind is not _Kind.SCHEMA or key not in passed_over:
+                    ahead.append((f"{path}.{key}", value, _kind_at(kind, key)))
         elif isinstance(part, list):
-            ahead.extend((f"{path}[{number}]", value) for number, value in enumerate(part))
+            ahead.extend((f"{path}[{number}]", value, kind) for number, value in enumerate(part))
         elif isinstance(part, str):
             _check_text(part, path)
+
+
+class _Kind(Enum):
+    """What a part of a schema is. Keys are keywords in a schema alone: elsewhere `title` is one like any other."""
+
+    SCHEMA = "schema"
+    SCHEMAS = "schemas by names"
+    DATA = "data"
+
+
+def _kind_at(kind: _Kind, key: str) -> _Kind:
+    if kind is _Kind.SCHEMA:
+        return _Kind.SCHEMAS if key in _OF_NAMES else _Kind.DATA if key in ("const", "enum") else kind
+    return _Kind.SCHEMA if kind is _Kind.SCHEMAS else kind
 
 
 def _longest(of: re.Pattern[str], text: str) -> int:

@@ -106,6 +106,10 @@ def test_a_limit_that_the_router_was_started_under_holds_for_trials_too(trials: 
         (lambda text: of_lark(f"start: /{text}/", "f", LIMITS), "f has a text or expression of 9000 bytes"),
         (lambda text: of_schema({"items": {"enum": [text]}}, "f", LIMITS), r"f.items.enum\[0\] has a text of 9000"),
         (lambda text: of_schema({"properties": {text: {}}}, "f", LIMITS), "f.properties has a text of 9000 bytes"),
+        (lambda text: of_schema({"properties": {"title": {"const": text}}}, "f", LIMITS), "f.properties.title.const"),
+        (lambda text: of_schema({"const": {"title": text}}, "f", LIMITS), "f.const.title has a text of 9000 bytes"),
+        (lambda text: of_schema({"default": {"const": text}, "$ref": "#/default"}, "f", LIMITS), "f.default.const has"),
+        (lambda text: of_schema({"items": {"default": text, "const": text}}, "f", LIMITS), "f.items.const has a text"),
     ],
 )
 def test_a_long_text_is_refused_and_named(made_of: Callable[[str], object], said: str) -> None:
@@ -116,4 +120,7 @@ def test_a_long_text_is_refused_and_named(made_of: Callable[[str], object], said
 
 
 def test_a_long_description_is_no_text_of_a_grammar() -> None:
-    of_schema({"type": "object", "description": "x" * 9000}, "f", LIMITS)
+    text = "x" * 9000
+    of_schema({"type": "object", "description": text}, "f", LIMITS)
+    of_schema({"properties": {"title": {"title": text, "examples": [{"title": text}]}}}, "f", LIMITS)
+    of_schema({"$defs": {"a": {"description": text}}, "anyOf": [{"$ref": "#/$defs/a"}]}, "f", LIMITS)

@@ -15,8 +15,9 @@ from router.http.grammar_trial_process import BEGUN, MAX_BYTES
 from tandem.core.errors import InternalError
 from tandem.core.vocabulary import Description
 
-# A trial that has not ended by then has got no processor: nothing in it waits.
-_MAX_WAIT_S = 60.0
+# A trial that has not ended by then has got no processor: nothing in it waits. So much, or so many times what it may
+# take.
+_MAX_WAIT_S, _MAX_WAIT_FACTOR = 60.0, 10
 _END_S = 5.0
 
 
@@ -57,7 +58,7 @@ class GrammarTrials:
         with ours:
             with theirs:
                 self._hand_over(theirs)
-            ours.settimeout(_MAX_WAIT_S)
+            ours.settimeout(max(_MAX_WAIT_S, _MAX_WAIT_FACTOR * self._max_s))
             try:
                 ours.sendall(json.dumps({"text": text, "max_s": self._max_s}).encode())
                 ours.shutdown(socket.SHUT_WR)

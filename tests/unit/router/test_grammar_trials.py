@@ -13,6 +13,7 @@ from typing import cast
 
 import pytest
 
+from router.http import grammar_trials
 from router.http.grammar_trials import GrammarTrials
 from router.openai.grammar import of_choices, of_grammar, of_lark, of_regex, of_schema
 from tandem.core.config import LimitsConfig
@@ -53,6 +54,14 @@ def test_what_takes_too_long_is_ended_and_told_so(trials: GrammarTrials, name: s
     assert verdict.refusal.startswith("takes more than 0.1 s of computation (limits.max_grammar_compile_s)")
     assert verdict.cpu_s == 0.1
     assert trials.try_out(of_regex("b+", "f", LIMITS).text).refusal == "", "others are tried on"
+
+
+def test_a_trial_may_take_long_where_the_configuration_says_so(
+    trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials.try_out(of_regex("e", "f", LIMITS).text)
+    monkeypatch.setattr(grammar_trials, "_MAX_WAIT_S", 0.01)
+    assert trials.try_out(ENDLESS["classes"].text).refusal.startswith("takes more than 0.1 s")
 
 
 def test_an_expression_that_makes_each_mask_slow_is_refused() -> None:

@@ -85,6 +85,9 @@ def _bound(max_s: float, num_bytes: int) -> None:
     """From now on the kernel ends this process where it takes more."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, max_s)
+    # Where the host's memory ends before that of the trial does, no worker is to go for it.
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
     with open("/proc/self/statm") as file:
         num_mapped = int(file.read().split()[0]) * resource.getpagesize()
     # A stack takes 4096 bytes of addresses for each of the text, and hardly any of memory.

@@ -7,6 +7,8 @@ import os
 import resource
 import signal
 import string
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import cast
@@ -105,6 +107,12 @@ def test_a_limit_that_the_router_was_started_under_holds_for_trials_too(trials: 
         assert trials.try_out(of_regex("d+", "f", LIMITS).text).refusal == ""
     finally:
         trials.close()
+
+
+def test_where_a_host_has_no_memory_left_the_kernel_ends_the_trial_and_not_a_worker() -> None:
+    bound = "from router.http.grammar_trial_process import _bound; _bound(9, 9)"
+    tell = "print(open('/proc/self/oom_score_adj').read())"
+    assert subprocess.check_output([sys.executable, "-c", f"{bound}; {tell}"]).split() == [b"1000"]
 
 
 @pytest.mark.parametrize(

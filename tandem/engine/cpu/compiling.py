@@ -157,16 +157,20 @@ def _keep(compiled: Any) -> None:
 
 @functools.cache
 def kept_code() -> Path | None:
-    """Where machine code of this text lies, marked as used now; `None` where this user can have no such place. What no
-    process has used for a month goes."""
+    """Where machine code of this text lies, marked as used now; `None` where this user can have no such place, or
+    others may write there. What no process has used for a month goes."""
     root = config.CACHE_DIR or os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if not os.path.isabs(root):  # nobody's home is known
         return None
     directory = Path(root, "tandem", "kernels", _digest_of_sources()[:16])
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if directory.stat().st_uid != os.getuid():  # what lies there is run
-            return None
+        Path(root).mkdir(parents=True, exist_ok=True)
+        for place in (*reversed(directory.parents[:2]), directory):
+            place.mkdir(mode=0o700, exist_ok=True)
+            found = place.stat()
+            if found.st_uid != os.getuid() or found.st_mode & 0o022:  # what lies there is run
+                _log.warning("no compiled kernels are kept in %s, where others may write", place)
+                return None
         os.utime(directory)
         for other in directory.parent.iterdir():
             if other.stat().st_mtime < time.time() - _UNUSED_S:

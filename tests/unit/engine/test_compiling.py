@@ -10,7 +10,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from numba.core import config
 
+from tandem.engine.cpu import compiling
 from tests.support.waiting import LONG_S
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -106,6 +108,23 @@ def test_what_another_checkout_has_compiled_of_the_same_text_is_not_compiled_aga
         assert worker.returncode == 0
         compiled.append("_compile_core" in said)
     assert compiled == [True, False, True]
+
+
+def test_nobody_else_may_write_where_machine_code_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who could would have this user run what they like."""
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
+    before = os.umask(0o002)
+    try:
+        directory = compiling.kept_code.__wrapped__()
+    finally:
+        os.umask(before)
+    assert directory is not None
+    for place in (directory, *directory.parents[:2]):
+        assert place.stat().st_mode & 0o077 == 0
+        place.chmod(0o770)
+        assert compiling.kept_code.__wrapped__() is None
+        place.chmod(0o700)
+    assert compiling.kept_code.__wrapped__() == directory
 
 
 def started(script: str, directory: Path, *, code: Path = ROOT, kept: Path | None = None) -> subprocess.Popen[str]:

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from router.http.grammar_trial_process import BEGUN, MAX_BYTES
@@ -38,12 +37,12 @@ class GrammarTrials:
     """Tries grammars, from any number of threads. The process starts with the first one.
 
     Args:
-        made_of: of the vocabulary; called in the thread of whoever is first.
+        vocabulary: made into text here and now, which holds up all threads.
         max_s: what a trial may take of a processor, in seconds.
     """
 
-    def __init__(self, made_of: Callable[[], Description], max_s: float) -> None:
-        self._made_of = made_of
+    def __init__(self, vocabulary: Description, max_s: float) -> None:
+        self._vocabulary = json.dumps(asdict(vocabulary)).encode()
         self._max_s = max_s
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -115,7 +114,7 @@ class GrammarTrials:
             socket.send_fds(self._door, [b"\n"], [theirs.fileno()])
             theirs.close()
             ours.settimeout(_MAX_WAIT_S)
-            ours.sendall(json.dumps(asdict(self._made_of())).encode())
+            ours.sendall(self._vocabulary)
 
     def _end_if_gone(self) -> None:
         """What has ended is started again by the next grammar."""

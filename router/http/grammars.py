@@ -60,11 +60,7 @@ class GrammarCheck:
         """Makes the vocabulary, which holds up everything in the process: before the router serves."""
         self._limits = context.config.limits
         self._metrics = context.metrics
-        tokenizer = context.tokenizer
-        self._no_grammar = _why_none(tokenizer, card)
-        self._trials = GrammarTrials(
-            lambda: description(tokenizer, card.eos_token_ids, card.vocab_size), self._limits.max_grammar_compile_s
-        )
+        self._trials = _trials(context.tokenizer, card, self._limits.max_grammar_compile_s)
         self._remembered = Remembered()
         self._queue = GrammarQueue(_NUM_AT_ONCE, _MAX_OF_ONE, _MAX_WAITING)
         # Of grammars that are tried or wait for it: what is asked, and what comes of it, for all who ask.
@@ -73,7 +69,8 @@ class GrammarCheck:
 
     def close(self) -> None:
         """End the process in which grammars are tried. From any thread."""
-        self._trials.close()
+        if isinstance(self._trials, GrammarTrials):
+            self._trials.close()
 
     async def check(self, asked: AskedGrammar, client: str) -> str:
         """The grammar as it travels, where it can be followed.
@@ -143,8 +140,8 @@ class GrammarCheck:
 
     def _said(self, asked: AskedGrammar) -> tuple[str, float]:
         """Why it is refused, or nothing; and the seconds that this took of a processor."""
-        if self._no_grammar is not None:
-            return self._no_grammar.message, 0.0
+        if isinstance(self._trials, TandemError):
+            return self._trials.message, 0.0
         verdict = self._trials.try_out(asked.text)
         return verdict.refusal, verdict.cpu_s
 
@@ -200,10 +197,11 @@ class Remembered:
             self._costly.pop(digest, None)
 
 
-def _why_none(tokenizer: Tokenizer, card: ModelCard) -> TandemError | None:
-    """Why no grammar holds with the model; `None`: they do."""
+def _trials(tokenizer: Tokenizer, card: ModelCard, max_s: float) -> GrammarTrials | TandemError:
+    """Of grammars; or why none holds with the model."""
     try:
-        Vocabulary(tokenizer, card.eos_token_ids, card.vocab_size)
+        made_of = description(tokenizer, card.eos_token_ids, card.vocab_size)
+        Vocabulary(tokenizer, card.eos_token_ids, card.vocab_size, made_of)
     except InvalidRequestError as error:
         return error
-    return None
+    return GrammarTrials(made_of, max_s)

@@ -41,7 +41,21 @@ class Description:
 
 
 def description(tokenizer: Tokenizer, eos_token_ids: Sequence[int], vocab_size: int) -> Description:
-    """Of the vocabulary of a model; arguments as `Vocabulary` has them."""
+    """Of the vocabulary of a model. For a large one it takes some tenths of a second, in which no other thread runs.
+
+    Args:
+        eos_token_ids: the model's ends of text; no text of a grammar is made of them.
+        vocab_size: of the model; the tokenizer may know fewer.
+
+    Raises:
+        InvalidRequestError: a text of this tokenizer is not the sum of its tokens' bytes, or nothing ends one; or
+            llguidance is not installed.
+    """
+    import_llguidance()
+    if not tokenizer.is_byte_exact:
+        raise InvalidRequestError("no grammar holds with this model: its tokenizer does not tell its tokens' bytes")
+    if not eos_token_ids:
+        raise InvalidRequestError("no grammar holds with this model: it names no token that ends a text")
     size = max(vocab_size, tokenizer.vocab_size)
     return Description(_read_by_llguidance(tokenizer, eos_token_ids), size, list(eos_token_ids))
 
@@ -49,22 +63,18 @@ def description(tokenizer: Tokenizer, eos_token_ids: Sequence[int], vocab_size: 
 class Vocabulary:
     """The tokens of one model, as llguidance walks them. It takes a while to make: one a process."""
 
-    def __init__(self, tokenizer: Tokenizer, eos_token_ids: Sequence[int], vocab_size: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, eos_token_ids: Sequence[int], vocab_size: int, made_of: Description | None = None
+    ) -> None:
         """
         Args:
-            eos_token_ids: the model's ends of text; no text of a grammar is made of them.
-            vocab_size: of the model; the tokenizer may know fewer.
+            eos_token_ids, vocab_size: as `description` has them.
+            made_of: what that made of these.
 
         Raises:
-            InvalidRequestError: a text of this tokenizer is not the sum of its tokens' bytes, or nothing ends one; or
-                llguidance is not installed.
+            InvalidRequestError: as `description`; or llguidance reads the tokenizer otherwise.
         """
-        import_llguidance()
-        if not tokenizer.is_byte_exact:
-            raise InvalidRequestError("no grammar holds with this model: its tokenizer does not tell its tokens' bytes")
-        if not eos_token_ids:
-            raise InvalidRequestError("no grammar holds with this model: it names no token that ends a text")
-        made_of = description(tokenizer, eos_token_ids, vocab_size)
+        made_of = made_of or description(tokenizer, eos_token_ids, vocab_size)
         self.size = made_of.size
         try:
             self.tokens = made_of.tokens()

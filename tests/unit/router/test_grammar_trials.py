@@ -32,7 +32,7 @@ PAIRS = [a + b for a in string.ascii_lowercase[:12] for b in string.ascii_lowerc
 @pytest.fixture(scope="module")
 def trials() -> Iterator[GrammarTrials]:
     tokenizer = Tokenizer.from_dir(resolve_model("embedded"))
-    found = GrammarTrials(lambda: description(tokenizer, (2,), tokenizer.vocab_size), max_s=0.1)
+    found = GrammarTrials(description(tokenizer, (2,), tokenizer.vocab_size), max_s=0.1)
     yield found
     found.close()
 
@@ -68,7 +68,7 @@ def test_a_trial_may_take_long_where_the_configuration_says_so(
 
 def test_an_expression_that_makes_each_mask_slow_is_refused() -> None:
     tokenizer = Tokenizer.from_dir(resolve_model("embedded"))
-    trials = GrammarTrials(lambda: description(tokenizer, (2,), tokenizer.vocab_size), max_s=30)
+    trials = GrammarTrials(description(tokenizer, (2,), tokenizer.vocab_size), max_s=30)
     with contextlib.closing(trials):
         verdict = trials.try_out(of_regex("x" * 60_000, "f", LIMITS).text)
     assert "ms to choose, and may take 10: it has" in verdict.refusal

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 
-from tandem.core.errors import InvalidRequestError
+from tandem.core.errors import InternalError, InvalidRequestError
 from tandem.core.grammar import CompiledGrammar
 
 if TYPE_CHECKING:
@@ -20,7 +20,11 @@ _STACK_PER_BYTE, _LEAST_STACK = 4096, 16 << 20
 
 
 def compile_grammar(text: str, tokens: llguidance.LLTokenizer) -> CompiledGrammar:
-    """Raises `InvalidRequestError`: it is no grammar, is too complex or too long, or nothing follows it."""
+    """
+    Raises:
+        InvalidRequestError: it is no grammar, is too complex or too long, or nothing follows it.
+        InternalError: no thread can be started here.
+    """
     return _on_deep_stack(lambda: CompiledGrammar(text, tokens), _STACK_PER_BYTE * len(text.encode()))
 
 
@@ -34,7 +38,9 @@ def _on_deep_stack(call: Callable[[], _T], num_bytes: int) -> _T:
     llguidance follows rules and references that lead to others by calls within calls. Where the stack ended before a
     chain of them does, it would be the process that ends. Memory of a stack is had only once it is used.
 
-    Raises `InvalidRequestError`: there is not as much.
+    Raises:
+        InvalidRequestError: there is not as much.
+        InternalError: there is not even a little.
     """
     made: Future[_T] = Future()
 
@@ -50,6 +56,8 @@ def _on_deep_stack(call: Callable[[], _T], num_bytes: int) -> _T:
         try:
             threading.Thread(target=run, name="grammar", daemon=True).start()
         except RuntimeError as error:
+            if num_bytes <= _LEAST_STACK:
+                raise InternalError(f"a grammar cannot be compiled: {error}") from error
             raise InvalidRequestError("the grammar is too long to be compiled here") from error
         finally:
             threading.stack_size(before)

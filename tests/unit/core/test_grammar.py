@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 import time
 from collections.abc import Iterator
 from functools import cache
@@ -13,7 +14,7 @@ import pytest
 
 from router.openai.grammar import AskedGrammar, of_choices, of_grammar, of_regex, of_schema
 from tandem.core.config import LimitsConfig
-from tandem.core.errors import InvalidRequestError
+from tandem.core.errors import InternalError, InvalidRequestError
 from tandem.core.grammar import CompiledGrammar
 from tandem.core.grammar_compiler import compile_grammar
 from tandem.core.model_path import resolve_model
@@ -287,3 +288,16 @@ def test_long_chains_of_references_end_no_process(asked: AskedGrammar) -> None:
     """They are followed by calls within calls, which need much of a stack."""
     mask = compiled(asked).new_matcher().inner.compute_bitmask()
     assert any(mask)
+
+
+def test_that_no_thread_can_be_started_is_no_fault_of_a_short_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its refusal would be remembered, and it would be refused for ever."""
+    asked = of_regex("of this test", "f", LIMITS)
+    assert vocabulary()
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(InternalError, match="can't start new thread"):
+        compiled(asked)

@@ -31,9 +31,10 @@ _MAX_TEXT_BYTES = 8 << 10
 # What of a schema only describes, unless it is referred to: that is a schema wherever it stands.
 _DESCRIBES = frozenset(("title", "description", "default", "examples", "$comment"))
 _REFERENCE = re.compile(r'"\$(?:ref|dynamicRef|recursiveRef)":"([^"]*)"')
-# A text in JSON and in Lark's form. What is between its quotes is passed once, also where the end is missing.
+# A text in JSON and in Lark's form. What is between its quotes is passed once, also where the end is missing. Lark has
+# comments, too, and an expression may go over several lines.
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\Z)')
-_QUOTED_OR_REGEX = re.compile(r'"(?:[^"\\\n]|\\.)*+(?:"|\Z)|/(?:[^/\\\n]|\\.)*+(?:/|\Z)')
+_QUOTED_OR_REGEX = re.compile(r'(?:#|//)[^\n]*|("(?:[^"\\\n]|\\.)*+(?:"|\Z)|/(?:[^/\\]|\\.)++(?:/|\Z))')
 
 
 @dataclass(frozen=True, slots=True)

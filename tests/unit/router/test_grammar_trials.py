@@ -121,6 +121,7 @@ def test_where_a_host_has_no_memory_left_the_kernel_ends_the_trial_and_not_a_wor
         (lambda text: of_choices(["a", text], "f", LIMITS), r"f\[1\] has a text of 9000 bytes"),
         (lambda text: of_lark(f'start: "{text}"', "f", LIMITS), "f has a text or expression of 9000 bytes"),
         (lambda text: of_lark(f"start: /{text}/", "f", LIMITS), "f has a text or expression of 9000 bytes"),
+        (lambda text: of_lark(f"start: /{text[:2000]}\n{text[2001:]}/", "f", LIMITS), "f has a text or expr"),
         (lambda text: of_schema({"items": {"enum": [text]}}, "f", LIMITS), r"f.items.enum\[0\] has a text of 9000"),
         (lambda text: of_schema({"properties": {text: {}}}, "f", LIMITS), "f.properties has a text of 9000 bytes"),
         (lambda text: of_schema({"properties": {"title": {"const": text}}}, "f", LIMITS), "f.properties.title.const"),
@@ -134,6 +135,12 @@ def test_a_long_text_is_refused_and_named(made_of: Callable[[str], object], said
     with pytest.raises(InvalidRequestError, match=said):
         made_of("x" * 9000)
     made_of("x" * 8000)
+
+
+def test_what_is_quoted_in_a_comment_is_no_text_of_a_grammar() -> None:
+    rules = "\n".join(f'r{number}: "a"  # of 3/4 "' for number in range(500))
+    assert len(rules) > 9000
+    of_lark(f'// a/b "\n{rules}\nstart: "a"', "f", LIMITS)
 
 
 def test_a_long_description_is_no_text_of_a_grammar() -> None:

@@ -164,8 +164,8 @@ def kept_code() -> Path | None:
         return None
     directory = Path(root, "tandem", "kernels", _digest_of_sources()[:16])
     try:
-        Path(root).mkdir(parents=True, exist_ok=True)
-        for place in (*reversed(directory.parents[:2]), directory):
+        Path(root, "tandem").mkdir(parents=True, exist_ok=True)  # other commands have theirs there, too
+        for place in (directory.parent, directory):
             place.mkdir(mode=0o700, exist_ok=True)
             found = place.stat()
             if found.st_uid != os.getuid() or found.st_mode & 0o022:  # what lies there is run

@@ -47,11 +47,13 @@ class GrammarTrials:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._door: socket.socket | None = None
+        self._is_closed = False
 
     def try_out(self, text: str) -> Verdict:
         """Compile the grammar, and make its first masks.
 
-        Raises `InternalError`: the process cannot be started, or has no processor, or the trial failed.
+        Raises `InternalError`: the process cannot be started, or has no processor, or the trial failed; or this is
+        closed.
         """
         ours, theirs = socket.socketpair()
         with ours:
@@ -84,10 +86,13 @@ class GrammarTrials:
     def close(self) -> None:
         """End the process, and what is tried in it loses its verdict."""
         with self._lock:
+            self._is_closed = True  # a search in a schema may be under way, and would begin with the next part
             self._end()
 
     def _hand_over(self, theirs: socket.socket) -> None:
         with self._lock:
+            if self._is_closed:
+                raise InternalError("the grammar could not be checked: the router ends")
             try:
                 if self._process is not None and self._process.poll() is not None:
                     self._end()

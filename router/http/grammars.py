@@ -61,7 +61,7 @@ class GrammarCheck:
         self._limits = context.config.limits
         self._metrics = context.metrics
         self._trials = _trials(context.tokenizer, card, self._limits.max_grammar_compile_s)
-        self._remembered = Remembered()
+        self._remembered = RememberedGrammars()
         self._queue = GrammarQueue(_NUM_AT_ONCE, _MAX_OF_ONE, _MAX_WAITING)
         # Of grammars that are tried or wait for it: what is asked, and what comes of it, for all who ask.
         self._asked: dict[bytes, tuple[AskedGrammar, asyncio.Future[Found]]] = {}
@@ -165,7 +165,7 @@ class GrammarCheck:
         return path, said
 
 
-class Remembered:
+class RememberedGrammars:
     """What came of grammars, by their digests; what was asked for least recently goes first."""
 
     def __init__(self) -> None:

@@ -29,7 +29,6 @@ from dataclasses import dataclass, field
 
 from router.policy.pool import Order, Pool
 from tandem.core.layer_groups import LayerGroups
-from tandem.core.pages import num_hidden_pages
 
 _AHEAD, _AHEAD_S = 2, 0.25
 
@@ -133,10 +132,8 @@ class UnderWay:
 
     @staticmethod
     def _has_pages(num_tokens: int, room: Room) -> bool:
-        if room.num_windowed:
-            return LayerGroups(room.page_size, room.window, room.num_windowed).num_seen(num_tokens) <= room.most_pages
-        num_hidden = num_hidden_pages(num_tokens, room.page_size, room.window)
-        return num_tokens <= (room.most_pages + num_hidden) * room.page_size
+        groups = LayerGroups(max(1, room.page_size), room.window, room.num_windowed)  # of no worker: no page
+        return groups.num_seen(num_tokens) <= room.most_pages
 
     def _first_token_in_s(self, num_tokens: int, room: Room) -> float:
         """Of one that is placed now, by the prompts that go before it, its own, and the speed of prefill."""

@@ -71,10 +71,10 @@ class LayerGroups:
     def most_tokens(self, num_pages: int, chunk_size: int) -> int:
         """Tokens of the longest text that has room in so many pages; where no layer sees all, of the longest that is
         kept as a whole."""
-        num_held = self._most_held(chunk_size)
         if not self.num_windowed:
             return num_pages * self.page_size
-        return max(num_pages // self.num_of_place, num_pages - self.num_windowed * num_held) * self.page_size
+        num_behind = num_pages - self.num_windowed * self._most_held(chunk_size)
+        return max(num_pages // self.num_of_place, num_behind) * self.page_size
 
     def _most_held(self, chunk_size: int) -> int:
         """Places whose pages for layers with a window one text has."""

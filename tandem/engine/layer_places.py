@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig
 
 from tandem.core.layer_groups import num_windowed_pages
+from tandem.core.windows import windows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +53,12 @@ class LayerPlaces:
 
 def layer_places(config: PreTrainedConfig, max_context: int) -> LayerPlaces | None:
     """Of models with this config; `None`: they are not mixed, or nothing is to be gained by it."""
-    text = config.get_text_config(decoder=True)
-    kinds = list(getattr(text, "layer_types", None) or ())
-    window = int(getattr(text, "sliding_window", None) or 0)
-    num_all, num_sliding = kinds.count("full_attention"), kinds.count("sliding_attention")
-    is_on = getattr(text, "use_sliding_window", True)  # some keep the kinds of their layers where it is off
-    if not is_on or not 0 < window < max_context or num_all + num_sliding < len(kinds):
+    text = config.get_text_config(decoder=True).to_dict()
+    windows, kinds = windows_of(text), list(text.get("layer_types") or ())
+    if not 0 < windows.window < max_context or not {"full_attention", "sliding_attention"}.issuperset(kinds):
         return None
-    num_windowed = num_windowed_pages(num_all, num_sliding)
-    if not num_windowed or len(kinds) != int(text.num_hidden_layers):
+    num_windowed = num_windowed_pages(windows.num_full, windows.num_windowed)
+    if not num_windowed or len(kinds) != text["num_hidden_layers"]:
         return None
     of, num_seen_all, num_seen = list[tuple[int, int]](), 0, 0
     for kind in kinds:
@@ -70,4 +68,4 @@ def layer_places(config: PreTrainedConfig, max_context: int) -> LayerPlaces | No
         else:
             of.append((1 + num_seen % num_windowed, num_seen // num_windowed))
             num_seen += 1
-    return LayerPlaces(window, num_all, num_windowed, tuple(of))
+    return LayerPlaces(windows.window, windows.num_full, num_windowed, tuple(of))

@@ -6,7 +6,6 @@ With all their pages kept its contexts would be longer than the pools.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,6 @@ import pytest
 
 from decode_worker.worker import DecodeWorker
 from tandem.core.layer_groups import LayerGroups
-from tandem.core.sampling import SamplingParams
 from tandem.engine.random_model import ModelSpec, save
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.worker.process import WorkerProcess
@@ -25,10 +23,11 @@ from tests.support.worker_pair import (
     CONFIG,
     PAGE,
     SHARED_LOOP,
-    AnyWorker,
     Oracle,
     WorkerPair,
     make_worker,
+    most_held,
+    params,
     prompt_of,
     running_pair,
 )
@@ -76,28 +75,6 @@ def second_decode(model_dir: Path) -> Iterator[WorkerProcess[DecodeWorker]]:
         yield worker
     finally:
         worker.stop()
-
-
-def params(max_tokens: int = 12, **given: Any) -> SamplingParams:
-    return SamplingParams(**({"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True} | given))
-
-
-@contextlib.contextmanager
-def most_held(worker: AnyWorker) -> Iterator[dict[str, int]]:
-    """The most pages that are in use or reserved at the end of a step meanwhile."""
-    scheduler, seen = worker.parts.scheduler, {"pages": 0}
-    apply = scheduler.apply
-
-    def watched(*step: Any) -> None:
-        apply(*step)
-        counts = scheduler.pool.counts()
-        seen["pages"] = max(seen["pages"], counts.used + counts.reserved)
-
-    scheduler.apply = watched  # type: ignore[method-assign]
-    try:
-        yield seen
-    finally:
-        scheduler.apply = apply  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("local", [0, ALL], ids=["handed off", "computed at decode"])

@@ -5,7 +5,6 @@ Its contexts are many times as long as the pools of both workers together.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 
 from decode_worker.worker import DecodeWorker
 from tandem.core.pages import num_hidden_pages, pages_for
-from tandem.core.sampling import SamplingParams
 from tandem.core.tiers import Rate
 from tandem.engine.random_model import ModelSpec, save
 from tandem.rpc.v1 import common_pb2 as pb
@@ -26,10 +24,11 @@ from tests.support.worker_pair import (
     CONFIG,
     PAGE,
     SHARED_LOOP,
-    AnyWorker,
     Oracle,
     WorkerPair,
     make_worker,
+    most_held,
+    params,
     prompt_of,
     running_pair,
 )
@@ -76,28 +75,6 @@ def second_decode(model_dir: Path) -> Iterator[WorkerProcess[DecodeWorker]]:
         yield worker
     finally:
         worker.stop()
-
-
-def params(max_tokens: int = 12, **given: Any) -> SamplingParams:
-    return SamplingParams(**({"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True} | given))
-
-
-@contextlib.contextmanager
-def most_held(worker: AnyWorker) -> Iterator[dict[str, int]]:
-    """The most pages that are in use or reserved at the end of a step meanwhile."""
-    scheduler, seen = worker.parts.scheduler, {"pages": 0}
-    apply = scheduler.apply
-
-    def watched(*step: Any) -> None:
-        apply(*step)
-        counts = scheduler.pool.counts()
-        seen["pages"] = max(seen["pages"], counts.used + counts.reserved)
-
-    scheduler.apply = watched  # type: ignore[method-assign]
-    try:
-        yield seen
-    finally:
-        scheduler.apply = apply  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("local", [0, ALL], ids=["handed off", "computed at decode"])

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from decode_worker.worker import DecodeWorker
 from prefill_worker.worker import PrefillWorker
 from tandem.core.config import from_dict
+from tandem.core.sampling import SamplingParams
 from tandem.engine.random_model import ModelSpec, save
 from tandem.worker.batch import SchedulerLimits
 from tandem.worker.parts import WorkerPlace
@@ -331,3 +332,26 @@ async def pair(shared_pair: WorkerPair) -> AsyncIterator[WorkerPair]:
 @pytest.fixture(scope="session")
 def oracle(worker_model_dir: Path) -> Oracle:
     return Oracle(worker_model_dir)
+
+
+@contextlib.contextmanager
+def most_held(worker: AnyWorker) -> Iterator[dict[str, int]]:
+    """The most pages that are in use or reserved at the end of a step meanwhile."""
+    scheduler, seen = worker.parts.scheduler, {"pages": 0}
+    apply = scheduler.apply
+
+    def watched(*step: Any) -> None:
+        apply(*step)
+        counts = scheduler.pool.counts()
+        seen["pages"] = max(seen["pages"], counts.used + counts.reserved)
+
+    scheduler.apply = watched  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        scheduler.apply = apply  # type: ignore[method-assign]
+
+
+def params(max_tokens: int = 12, **given: Any) -> SamplingParams:
+    """Of the likeliest tokens, as many as may come, unless something else is given."""
+    return SamplingParams(**({"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True} | given))

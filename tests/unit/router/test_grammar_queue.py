@@ -6,7 +6,7 @@ import pytest
 
 from router.http import grammars
 from router.http.grammar_queue import GrammarQueue
-from router.http.grammars import Found, Remembered
+from router.http.grammars import Found, RememberedGrammars
 
 
 def names(client: str, number: int) -> list[bytes]:
@@ -93,7 +93,12 @@ def test_of_grammars_that_take_long_few_are_remembered_so_that_workers_get_them_
 ) -> None:
     """A worker compiles anew what it does not keep."""
     monkeypatch.setattr(grammars, "_MAX_COSTLY", 2)
-    remembered, slow, fast, refused = Remembered(), Found("", "", 0.5), Found("", "", 0.01), Found("", "no", 1.0)
+    remembered, slow, fast, refused = (
+        RememberedGrammars(),
+        Found("", "", 0.5),
+        Found("", "", 0.01),
+        Found("", "no", 1.0),
+    )
     for name, found in ((b"a", slow), (b"b", slow), (b"fast", fast), (b"refused", refused)):
         remembered.put(name, found)
     remembered.get(b"a")
@@ -104,7 +109,7 @@ def test_of_grammars_that_take_long_few_are_remembered_so_that_workers_get_them_
 
 def test_what_was_read_from_gbnf_is_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars, "_MAX_CHARS", 10)
-    remembered = Remembered()
+    remembered = RememberedGrammars()
     for name in (b"a", b"b", b"c"):
         remembered.put(name, Found("12345", "", 0.0))
     assert [remembered.get(name) is not None for name in (b"a", b"b", b"c")] == [False, True, True]

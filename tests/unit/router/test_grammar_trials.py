@@ -29,12 +29,15 @@ LIMITS = LimitsConfig()
 PAIRS = [a + b for a in string.ascii_lowercase[:12] for b in string.ascii_lowercase]
 
 
+def opened() -> contextlib.closing[GrammarTrials]:
+    tokenizer = Tokenizer.from_dir(resolve_model("embedded"))
+    return contextlib.closing(GrammarTrials(description(tokenizer, (2,), tokenizer.vocab_size), max_s=0.1))
+
+
 @pytest.fixture(scope="module")
 def trials() -> Iterator[GrammarTrials]:
-    tokenizer = Tokenizer.from_dir(resolve_model("embedded"))
-    found = GrammarTrials(description(tokenizer, (2,), tokenizer.vocab_size), max_s=0.1)
-    yield found
-    found.close()
+    with opened() as found:
+        yield found
 
 
 def test_what_can_be_followed_and_what_cannot_is_told(trials: GrammarTrials) -> None:
@@ -83,12 +86,16 @@ def test_a_process_that_ends_is_started_again(trials: GrammarTrials) -> None:
     assert trials.try_out(of_regex("c", "f", LIMITS).text).refusal == ""
 
 
-def test_closing_ends_the_process(trials: GrammarTrials) -> None:
-    trials.try_out(of_regex("c", "f", LIMITS).text)
-    process = trials._process
-    assert process is not None
-    trials.close()
-    assert process.returncode is not None
+def test_closing_ends_the_process_for_good() -> None:
+    with opened() as trials:
+        trials.try_out(of_regex("c", "f", LIMITS).text)
+        process = trials._process
+        assert process is not None
+        trials.close()
+        assert process.returncode is not None
+        with pytest.raises(InternalError, match="the router ends"):
+            trials.try_out(of_regex("c", "f", LIMITS).text)
+        assert trials._process is None
 
 
 def test_what_fails_in_a_trial_is_no_refusal(trials: GrammarTrials) -> None:
@@ -96,17 +103,15 @@ def test_what_fails_in_a_trial_is_no_refusal(trials: GrammarTrials) -> None:
         trials.try_out(cast(str, 7))
 
 
-def test_a_limit_that_the_router_was_started_under_holds_for_trials_too(trials: GrammarTrials) -> None:
-    assert trials.try_out(of_regex("d", "f", LIMITS).text).refusal == ""
-    process = trials._process
-    assert process is not None
-    num_pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[0])
-    most = num_pages * resource.getpagesize() + (512 << 20)
-    resource.prlimit(process.pid, resource.RLIMIT_AS, (most, most))
-    try:
+def test_a_limit_that_the_router_was_started_under_holds_for_trials_too() -> None:
+    with opened() as trials:
+        assert trials.try_out(of_regex("d", "f", LIMITS).text).refusal == ""
+        process = trials._process
+        assert process is not None
+        num_pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[0])
+        most = num_pages * resource.getpagesize() + (512 << 20)
+        resource.prlimit(process.pid, resource.RLIMIT_AS, (most, most))
         assert trials.try_out(of_regex("d+", "f", LIMITS).text).refusal == ""
-    finally:
-        trials.close()
 
 
 def test_where_a_host_has_no_memory_left_the_kernel_ends_the_trial_and_not_a_worker() -> None:

@@ -153,6 +153,7 @@ class Engine:
         kernels: str = "auto",
         probe: bool = True,
         mixed: bool = False,
+        attention_first: bool = False,
     ) -> Engine:
         """Load a checkpoint and make its arena.
 
@@ -173,6 +174,8 @@ class Engine:
             probe: whether to refuse architectures that paged batches would change.
             mixed: whether a model of which some layers have a window, and some see all, has pages for each kind, on a
                 CPU: then its sequences have two tables. Else they have one, and keep all pages.
+            attention_first: whether to compile attention and sampling before products of weights, where that is to be
+                done once a host. Of two processes that start together and take them in turns, each compiles half.
 
         Raises:
             ModelLoadError: the directory is no checkpoint, or weights are missing.
@@ -196,6 +199,8 @@ class Engine:
         )
         layout = loader.derive_layout(config, page_size, loader.choose_kv_dtype(cache_dtype, types, target))
         context = loader.context_of(config, max_context)
+        if attention_first:
+            own.compile_attention(layout)
         if probe:
             # The small copy runs on the CPU; a GPU's machine need not have what compiles kernels for that.
             probe_architecture(plain(config), own if target.type == "cpu" else TorchKernels())

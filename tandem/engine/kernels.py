@@ -73,6 +73,9 @@ class Kernels(Protocol):
         Raises `ConfigError` where none takes them.
         """
 
+    def compile_attention(self, layout: KVLayout) -> None:
+        """Compile now what serves attention over such pages, and sampling, where that is compiled once a host."""
+
     def fuse(self, model: PreTrainedModel, layout: KVLayout, types: Types) -> Fused:
         """Replace parts of `model` by faster ones that give the same."""
 

@@ -26,6 +26,8 @@ class TorchKernels:
     def attention(self, _layout: KVLayout, _computed: str | None = None, _sinks: bool = False) -> AttentionBackend:
         return ReferenceAttention()
 
+    def compile_attention(self, _layout: KVLayout) -> None: ...
+
     def fuse(self, _model: PreTrainedModel, _layout: KVLayout, _types: Types) -> Fused:
         return Fused()
 

@@ -62,6 +62,7 @@ def load_engine(
         weight_register=weight_register,
         kernels=config.model.kernels,
         mixed=config.cache.mixed_windows,
+        attention_first=role is Role.DECODE,  # prefill begins with the products of weights
     )
     _warm_up(engine, role, config)
     return engine

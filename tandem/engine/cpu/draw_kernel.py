@@ -473,6 +473,6 @@ def draw_rows(draws: Sequence[Draw], num_threads: int) -> list[int]:
     return found
 
 
-def compile_kernel() -> None:
+def compile_draw_kernel() -> None:
     """Now, and not when a request first draws. Nothing runs: that would borrow threads of other workers."""
-    _draw_kernel.call(0, *[0] * len(_ARGUMENTS))
+    _draw_kernel.compile()

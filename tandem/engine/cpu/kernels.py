@@ -12,9 +12,10 @@ from tandem.engine.arena import KVArena
 from tandem.engine.attention.interface import AttentionBackend
 from tandem.engine.attention.reference import ReferenceAttention
 from tandem.engine.cpu.attention import CPUAttention
-from tandem.engine.cpu.attention_kernel import can_attend
+from tandem.engine.cpu.attention_kernel import ATTEND, can_attend
 from tandem.engine.cpu.decode_programs import DecodePrograms
 from tandem.engine.cpu.decoder import FusedDecoder
+from tandem.engine.cpu.draw_kernel import compile_draw_kernel
 from tandem.engine.cpu.embedding import widen
 from tandem.engine.cpu.experts import pack_experts
 from tandem.engine.cpu.fusing import fuse, fuse_decoder, multiply_by_two, share
@@ -43,6 +44,11 @@ class CPUKernels:
         if (computed or layout.dtype) == "float32" and can_attend(layout):
             return CPUAttention(self._num_threads)
         return ReferenceAttention()
+
+    def compile_attention(self, layout: KVLayout) -> None:
+        if can_attend(layout):
+            ATTEND[layout.dtype].compile()
+        compile_draw_kernel()
 
     def fuse(self, model: PreTrainedModel, layout: KVLayout, types: Types) -> Fused:
         if types.computed != "float32":

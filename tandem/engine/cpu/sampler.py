@@ -12,7 +12,7 @@ import torch
 
 from tandem.core.errors import TandemError
 from tandem.core.sampling import SampledToken, SampleRow, SamplingParams, TokenMask, uniform
-from tandem.engine.cpu.draw_kernel import NAN, NOT_FINITE, Draw, compile_kernel, draw_rows
+from tandem.engine.cpu.draw_kernel import NAN, NOT_FINITE, Draw, compile_draw_kernel, draw_rows
 from tandem.engine.sampler import (
     Logits,
     Sampler,
@@ -31,7 +31,7 @@ class CompiledSampler(Sampler):
 
     def __init__(self, eos_token_ids: Sequence[int]) -> None:
         super().__init__(eos_token_ids)
-        compile_kernel()
+        compile_draw_kernel()
 
     def sample_rows(self, logits: Logits, rows: Sequence[SampleRow]) -> list[SampledToken | TandemError]:
         return sample_rows(logits, rows, self._eos_token_ids)

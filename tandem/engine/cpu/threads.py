@@ -50,6 +50,10 @@ class Kernel:
         self._num_words = CALL_WORDS + len(words)
         self._pack = struct.Struct(f"={CALL_WORDS}q" + "".join(_WORDS[kind] for kind in words)).pack
 
+    def compile(self) -> None:
+        """Now, and not when it is first called."""
+        _ = self._address
+
     def call(self, num_items: int, *arguments: float) -> bytes:
         """The computation of the items `[0, num_items)`, for `run`; memory that it names must stay until then."""
         return self._pack(self._address, self._num_words, num_items, self._items_to_share, *arguments)

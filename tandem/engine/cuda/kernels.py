@@ -33,6 +33,8 @@ class CudaKernels:
     def attention(self, layout: KVLayout, _computed: str | None = None, sinks: bool = False) -> AttentionBackend:
         return select_cuda_backend(layout, self._device, sinks=sinks)
 
+    def compile_attention(self, _layout: KVLayout) -> None: ...
+
     def fuse(self, model: PreTrainedModel, layout: KVLayout, _types: Types) -> Fused:
         try:
             from tandem.engine.cuda import fusing  # imports a compiler

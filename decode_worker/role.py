@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from decode_worker.events import Admitted, ComputesHere, Emit, GrantMade
-from decode_worker.job import PROMPT, DecodeJob
+from decode_worker.job import PROMPT, Choice, DecodeJob
 from decode_worker.ledger import AttemptState, Ledger
 from decode_worker.receiver_driver import ReceiverDriver
 from decode_worker.tokens import TokenBook
@@ -108,6 +108,7 @@ class DecodeRole:
         self._num_fetching = 0  # attempts that wait for pages to be read; of the driver's thread
         self._step_began_s = 0.0
         self._num_generating: int | None = None  # in that step; `None`: nobody asks
+        self._taken: tuple[float, int | None] = 0.0, None  # of the last one that was sampled: seconds, and the same
 
     # -- what routers ask; on the driver's thread
 
@@ -479,13 +480,16 @@ class DecodeRole:
         return self._tokens.score(batch, logits)
 
     def sample(self, batch: Batch, logits: Any) -> list[list[int]]:
-        return self._tokens.sample(batch, logits)
+        sampled = self._tokens.sample(batch, logits)
+        # Before the next step begins, which may be told of before this one is.
+        self._taken = self._clock.now() - self._step_began_s, self._num_generating
+        return sampled
 
     def after_step(self, batch: Batch) -> None:
-        took_s = self._clock.now() - self._step_began_s
-        if self._num_generating is not None:
+        took_s, num_generating = self._taken
+        if num_generating is not None:
             num_tokens = batch.num_chunk_tokens + batch.num_paced_tokens
-            self._scheduler.note_step(self._num_generating, num_tokens, took_s)
+            self._scheduler.note_step(num_generating, num_tokens, took_s)
         self._counters.num_steps += 1
         self._counters.busy_s += took_s
         if batch.num_paced_tokens:
@@ -504,6 +508,17 @@ class DecodeRole:
             self._counters.prompt_steps = self._scheduler.prompt_steps()  # beside those who are left
         self._pacing.first_steps_taken(num_new)
         self.snapshot()
+
+    def may_plan_behind(self, batch: Batch) -> bool:
+        if self._guesses is not None:  # which tokens come decides what is guessed behind them
+            return False
+        return all(item.num_tokens == 1 and isinstance(item.sequence.owner, Choice) for item in batch.items)
+
+    def may_tell_later(self, batch: Batch) -> bool:
+        return self._tokens.may_wait(batch)
+
+    def goes_on(self, sequence: Sequence) -> bool:
+        return bool(sequence.pages) and not self._tokens.has_ended(sequence)  # who was taken out has none
 
     def step_failed(self, batch: Batch, error: Exception) -> None:
         with self._lock:

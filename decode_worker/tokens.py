@@ -43,6 +43,8 @@ class TokenBook:
     guides: GuideMaker
     # Of the step under way: what was sampled for each item that samples, or why it could not be.
     _sampled: list[list[SampledToken] | TandemError] = field(default_factory=list, init=False)
+    # Sequences that have their last token, while that waits to be given out.
+    _ended: set[int] = field(default_factory=set, init=False)  # by `id`
 
     def begin_masks(self, batch: Batch) -> None:
         """Have the masks made that this step's sampling needs, while it is computed."""
@@ -102,6 +104,7 @@ class TokenBook:
         """Give out what a step sampled, which the scheduler has booked; returns how many admissions it was the first
         step of. With the scheduler's lock held."""
         events: Events = defaultdict(list)
+        self._ended.clear()
         sampled = iter(self._sampled)
         num_new = 0
         for item in batch.items:
@@ -130,6 +133,26 @@ class TokenBook:
         if events:
             self.emit(events)
         return num_new
+
+    def may_wait(self, batch: Batch) -> bool:
+        """Whether a step of one token of each choice may be given out after the next one is launched; notes then who
+        has ended. A grammar's next mask needs its token, and an error takes the request's other choices with it."""
+        if any(isinstance(tokens, TandemError) for tokens in self._sampled):
+            return False
+        if any(item.sequence.params.grammar for item in batch.items):
+            return False
+        limits = self.limits
+        for item, tokens in zip(batch.items, self._sampled, strict=True):
+            one = item.sequence
+            token_id = tokens[0].token_id  # type: ignore[index] # no errors, as above
+            num_tokens = len(one.token_ids)
+            if finish_reason(one.params, token_id, one.num_output, num_tokens, limits.eos, limits.max_context):
+                self._ended.add(id(one))
+        return True
+
+    def has_ended(self, sequence: Sequence) -> bool:
+        """Whether it has its last token, which is not given out yet."""
+        return id(sequence) in self._ended
 
     def enter(
         self,

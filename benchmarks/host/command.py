@@ -88,12 +88,14 @@ def _stepped(num_sequences: int, context: int, num_steps: int, tell: Callable[[s
     steps.admit()
     first_s = max(steps.times_s(_NUM_FIRST))
     median_s = statistics.median(steps.times_s(num_steps))
+    between_s = statistics.median(steps.times_between_s(num_steps))
     gc.unfreeze()
     goal_ms = _SMALL_BATCH_MS if num_sequences <= _SMALL_BATCH else _STEP_MS
     title = f"a step of {num_sequences} × {context:,} tokens"
     return (
         _figure(title, median_s, goal_ms),
         _figure(f"{title}, the longest after all were admitted", first_s, goal_ms + _ADMISSION_MS),
+        _figure(f"{title}, what a GPU waits for", between_s, goal_ms),
     )
 
 

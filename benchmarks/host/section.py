@@ -22,7 +22,8 @@ def section(content: dict[str, Any]) -> Iterator[str]:
         "other load on the machine matters little. "
         f"{machine['cpu']}, {content['num_threads']} threads for sampling, sources {content['code']['digest']}, "
         f"{content['date'][:10]}. Sampling is of {content['batch']} rows over {content['vocab_size']:,} tokens; a step "
-        "is a decode worker's scheduling, laying out and booking, its sampling and events not counted."
+        "is a decode worker's scheduling, laying out and booking, its sampling and events not counted. "
+        "Where a device computes apart, the next step is planned meanwhile: what it waits for is the rest."
     )
     yield from wrapped(words)
     yield ""

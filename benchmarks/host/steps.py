@@ -16,7 +16,7 @@ from tandem.core.sampling import SamplingParams
 from tandem.core.token_ids import TokenIds, token_ids
 from tandem.engine.batch import build_batch, check_pages, check_sequence
 from tandem.engine.layout import KVLayout
-from tandem.worker.batch import SchedulerLimits
+from tandem.worker.batch import Batch, SchedulerLimits
 from tandem.worker.runner import inputs_of
 from tandem.worker.scheduler import BatchScheduler
 
@@ -59,11 +59,14 @@ class Steps:
     def run(self) -> None:
         """One step; each sequence gets a token."""
         batch = self._scheduler.schedule()
+        self._lay_out(batch)
+        self._scheduler.apply(batch, self._sampled)
+
+    def _lay_out(self, batch: Batch) -> None:
         inputs = inputs_of(batch)
         for sequence in inputs:
             check_sequence(sequence, _LAYOUT, self._scheduler.pool.num_pages, _VOCAB, self._max_context)
         check_pages(build_batch(inputs, PAGE_SIZE, _CPU).block_tables, self._scheduler.pool.num_pages)
-        self._scheduler.apply(batch, self._sampled)
 
     def times_s(self, num_steps: int, clock: Callable[[], float] = time.thread_time) -> list[float]:
         """Of each of the next steps."""
@@ -72,6 +75,24 @@ class Steps:
             began_s = clock()
             self.run()
             found.append(clock() - began_s)
+        return found
+
+
+    def times_between_s(self, num_steps: int, clock: Callable[[], float] = time.thread_time) -> list[float]:
+        """Of the next steps, each planned while the one before it is computed: what is left to do between the two."""
+        found = []
+        batch = self._scheduler.schedule()
+        self._lay_out(batch)
+        for _ in range(num_steps):
+            behind = self._scheduler.schedule_behind(batch)  # while `batch` is computed
+            assert behind is not None
+            began_s = clock()
+            self._scheduler.apply(batch, self._sampled)
+            self._scheduler.join(behind)
+            self._lay_out(behind)
+            found.append(clock() - began_s)
+            batch = behind
+        self._scheduler.apply(batch, self._sampled)
         return found
 
 

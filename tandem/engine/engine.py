@@ -73,6 +73,7 @@ class Engine:
             "torch".
         pooling: how the checkpoint pools; `None`: it generates.
         on_cpu: whether it computes on the CPU.
+        computes_apart: whether `forward` returns when a step is launched: the host has time until it is computed.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Engine:
         self.weights_sha256 = loader.weights_sha256(model, types)
         self.attention = backend.name
         self.on_cpu = model.device.type == "cpu"
+        self.computes_apart = not self.on_cpu
         fused = kernels.fuse(model, layout, types)
         self.fused, self.linear = fused.parts, fused.linear
         self.shared: SharedWeights | None = None

@@ -82,6 +82,8 @@ class SimulatedEngine:
         shape = repr((replace(spec, prefill=spec.decode), self.vocab_size, self.max_context))
         self.weights_sha256 = hashlib.sha256(b"simulated" + shape.encode()).hexdigest()
         self.on_cpu = spec.card.is_cpu
+        self.computes_apart = not self.on_cpu
+        self._done_s = 0.0  # when the last step is computed, on the monotonic clock
         self._times = spec.step_times()
         self.windows = self._times.windows
         self._mean_output = spec.model.output_tokens
@@ -92,26 +94,30 @@ class SimulatedEngine:
         _log.warning("SIMULATED: steps take what %s says, and tokens mean nothing", time_model)
 
     def sampler(self) -> SimulatedSampler:
-        return SimulatedSampler(self._ordinary, self.vocab_size, self.eos_token_ids, self._mean_output)
+        return SimulatedSampler(self._ordinary, self.vocab_size, self.eos_token_ids, self._mean_output, self.finish)
 
     def device_digests(self) -> None:
         """Its pages lie on the host."""
 
     def forward(self, sequences: Sequence[SequenceInput], on_layer: Callable[[int], None] | None = None) -> Logits:
-        """Take the time of the step. The logits are 0 each: its sampler has no need of them."""
+        """Begin a step, and take its time where it computes as a CPU does, or somebody waits for its layers. The logits
+        are 0 each: its sampler has no need of them, but waits until they would be there."""
         began_s = time.monotonic()
         parts = ((one.start, len(one.token_ids), len(one.token_ids) == one.num_logits) for one in sequences)
         seconds = self._times.seconds(Terms.of(parts, self.windows))
-        left_s = began_s + seconds - time.monotonic()
-        if left_s > 0:
-            time.sleep(left_s)
+        self._done_s = began_s + seconds
+        if not self.computes_apart or on_layer is not None:
+            self.finish()
         if on_layer is not None:
             on_layer(0)
         # One number for all: what is read of it is its shape.
         return torch.zeros(1).expand(sum(one.num_logits for one in sequences), self.vocab_size)
 
     def finish(self) -> None:
-        """Nothing is under way once `forward` has returned."""
+        """Wait until the step is computed."""
+        left_s = self._done_s - time.monotonic()
+        if left_s > 0:
+            time.sleep(left_s)
 
     def warmup(self, max_num_seqs: int = 0) -> None:
         """Nothing is cold."""
@@ -126,16 +132,24 @@ class SimulatedSampler:
     Args:
         ordinary: ids of the tokens that are text.
         mean_output: tokens after which a text ends on average; 0: never by itself.
+        wait: until the logits are there.
     """
 
     def __init__(
-        self, ordinary: Sequence[int], vocab_size: int, eos_token_ids: Sequence[int], mean_output: int
+        self,
+        ordinary: Sequence[int],
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        mean_output: int,
+        wait: Callable[[], None],
     ) -> None:
         self._ordinary, self._vocab_size, self._eos = ordinary, vocab_size, eos_token_ids
         self._mean_output = mean_output
+        self._wait = wait
         self._real = TorchSampler(eos_token_ids)  # compiles nothing
 
     def __call__(self, _logits: Logits, rows: Sequence[Sequence[SampleRow]]) -> list[list[SampledToken | TandemError]]:
+        self._wait()
         return [[self._token(row) for row in of_one] for of_one in rows]
 
     def _token(self, row: SampleRow) -> SampledToken | TandemError:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from tandem.core.errors import InternalError
 from tandem.engine.batch import SequenceInput
 from tandem.worker.batch import Batch
+from tandem.worker.next_step import NextStep
 from tandem.worker.pacing import Pacing
 from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.step import StepHooks
@@ -53,6 +54,7 @@ class Runner:
         self._step_log = step_log
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._hooks: StepHooks | None = None
+        self._next: NextStep | None = None
         self._stopping = False
         self._num_failed_steps = 0
         # Since when the present turn has been running, on the monotonic clock; read by the watchdog.
@@ -61,6 +63,7 @@ class Runner:
 
     def start(self, hooks: StepHooks) -> None:
         self._hooks = hooks
+        self._next = NextStep(self.scheduler, hooks, ahead=self.engine.computes_apart)
         self._thread.start()
 
     def submit(self, call: Callable[[], None]) -> None:
@@ -94,8 +97,9 @@ class Runner:
             self.busy_since_s = None
 
     def _turn(self) -> None:
-        hooks = self._hooks
+        hooks, steps = self._hooks, self._next
         assert hooks is not None
+        assert steps is not None
         self.busy_since_s = time.monotonic()
         self._drain_inbox()
         scheduler = self.scheduler
@@ -103,17 +107,17 @@ class Runner:
             self.busy_since_s = time.monotonic()
             self._drain_inbox()  # the next step is that of what has come meanwhile, too
         if self._stopping:
+            steps.tell()
             return
         began_s = time.monotonic()
-        hooks.before_schedule()
-        batch = scheduler.schedule()
+        batch = steps.next()
         if batch.items:
             self._pacing.step_begins(scheduler.pool.first_untouched)
             if self._step_log is None:
-                self._step(hooks, batch)
+                self._step(hooks, steps, batch)
             else:
                 terms = terms_of(batch, self._step_log.windows)
-                self._step(hooks, batch)
+                self._step(hooks, steps, batch)
                 self._step_log.note(terms, time.monotonic() - began_s, began_s)
             return
         hooks.going_idle()
@@ -133,29 +137,35 @@ class Runner:
                 return
             call()
 
-    def _step(self, hooks: StepHooks, batch: Batch) -> None:
+    def _step(self, hooks: StepHooks, steps: NextStep, batch: Batch) -> None:
         try:
             for source, target in batch.copies:
                 self.engine.arena.copy_page(source, target)
             on_layer = hooks.before_forward(batch)
             logits = self.engine.forward(inputs_of(batch), on_layer)
+        except Exception as error:  # noqa: BLE001 - of any kind; it is logged, and its requests hear of it
+            self._failed(steps, batch, error)
+            return
+        steps.while_computed(batch)
+        try:
             if batch.num_scored_tokens:
                 logits = hooks.score(batch, logits)
             sampled: Sequence[Sequence[int]] = hooks.sample(batch, logits)
             if not sampled:  # else sampling has waited for the device, which must be done with pages that are freed now
                 self.engine.finish()
-        except Exception as error:
-            self._num_failed_steps += 1
-            _log.exception("a step of %d sequences failed", len(batch.items))
-            if self._num_failed_steps >= _MAX_FAILED_STEPS:
-                raise
-            self.engine.finish()  # as above
-            self.scheduler.abandon()
-            hooks.step_failed(batch, error)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._failed(steps, batch, error)
             return
         self._num_failed_steps = 0
-        self.scheduler.apply(batch, sampled)
-        hooks.after_step(batch)
+        steps.computed(batch, sampled)
+
+    def _failed(self, steps: NextStep, batch: Batch, error: Exception) -> None:
+        self._num_failed_steps += 1
+        _log.error("a step of %d sequences failed", len(batch.items), exc_info=error)
+        if self._num_failed_steps >= _MAX_FAILED_STEPS:
+            raise error
+        self.engine.finish()  # as above
+        steps.failed(batch, error)
 
 
 def inputs_of(batch: Batch) -> list[SequenceInput]:

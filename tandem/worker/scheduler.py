@@ -98,6 +98,8 @@ class BatchScheduler:
         # Source pages of the present step's copies. The sequence that gets the copy gives up its reference to them when
         # the step has ended.
         self._copied: list[int] = []
+        # Entered since the last step was decided.
+        self._entered: list[Sequence] = []
         # What keeps pages that the pool evicts; `None`: nothing does.
         self.tiers: PageTiers | None = None
         # How long steps take: the first bounds chunks of prompts that yield, the second those of paced ones.
@@ -132,6 +134,7 @@ class BatchScheduler:
     def enter(self, sequence: Sequence) -> None:
         """Add a sequence whose pages already hold its KV to the batch, from the next step on."""
         insort(self.running, sequence, key=_order)
+        self._entered.append(sequence)
 
     def park(self, sequence: Sequence) -> None:
         """Take a computed sequence out of the batch; it keeps its pages until `remove`.
@@ -178,7 +181,42 @@ class BatchScheduler:
             budget = self._schedule_decodes(batch, budget)
             budget = self._schedule_chunks(batch, budget)
             self._admit_waiting(batch, budget)
+            self._entered.clear()
         return batch
+
+    def schedule_behind(self, batch: Batch) -> Batch | None:
+        """Decide the step behind `batch`, of one token of each of its sequences, while that is computed; as if each got
+        a token that does not end it. `None` where more than generation goes on, or pages might have to be taken from
+        somebody: `batch` uses them. `join` comes before it is computed."""
+        behind = Batch()
+        with self.lock:
+            if self.waiting or self.pool.num_available < self.num_to_grow(len(self.running)):
+                return None
+            if not all(sequence.is_decode for sequence in self.running):
+                return None
+            for item in batch.items:
+                item.sequence.token_ids.append(0)
+                item.sequence.num_computed += 1
+            if not any(self._must_copy(sequence) for sequence in self.running):
+                self._schedule_decodes(behind, self.limits.max_num_batched_tokens)
+            for item in batch.items:
+                item.sequence.token_ids.pop()
+                item.sequence.num_computed -= 1
+            self._entered.clear()
+        return behind if behind.items else None
+
+    def join(self, batch: Batch) -> None:
+        """Add to a step that was decided ahead, and in which nothing is computed yet, those that have entered since and
+        generate. Others wait for the step after it."""
+        with self.lock:
+            budget = self.limits.max_num_batched_tokens - len(batch.items)
+            for sequence in self._entered:
+                if budget < 1 or not sequence.is_decode or sequence not in self.running:  # it may be preempted already
+                    continue
+                if self._grow_or_preempt(batch, sequence, 1):
+                    self._put(batch, sequence, 1)
+                    budget -= 1
+            self._entered.clear()
 
     def _admit_promoted(self, batch: Batch) -> None:
         """Admit promoted sequences first, before anything is planned for the sequences that they preempt."""
@@ -499,6 +537,15 @@ class BatchScheduler:
             table.extend(pages[:num])
             del pages[:num]
         return True
+
+    def _must_copy(self, sequence: Sequence) -> bool:
+        """Whether the place of its next token is in a page that others have, too."""
+        place = sequence.num_computed // self.pool.page_size
+        return any(
+            self._is_shared(page)
+            for table, of_place in self._tables(sequence)
+            for page in table[place * of_place : (place + 1) * of_place]
+        )
 
     def _tables(self, sequence: Sequence) -> tuple[tuple[PageTable[int], int], ...]:
         """Its tables, and how many pages of a place each has."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
 from tandem.core.errors import InternalError, TandemError
 from tandem.core.sampling import SampledToken, SampleRow
 from tandem.worker.batch import Batch
+from tandem.worker.sequence import Sequence
 
-SampleTokens = Callable[[Any, Sequence[Sequence[SampleRow]]], list[list[SampledToken | TandemError]]]
+SampleTokens = Callable[[Any, Seq[Seq[SampleRow]]], list[list[SampledToken | TandemError]]]
 """From logits, one row an item, and what is asked of each row, to tokens; see `tandem.engine.sampler.Sampler`."""
 
 
@@ -41,6 +43,16 @@ class StepHooks(Protocol):
 
     def after_step(self, batch: Batch) -> None:
         """The step is booked: its tokens are in the sequences."""
+
+    def may_plan_behind(self, batch: Batch) -> bool:
+        """Whether the step behind `batch`, which is under way, can be told but for its tokens: see `NextStep`."""
+
+    def may_tell_later(self, batch: Batch) -> bool:
+        """Whether `after_step` may be called when the next step is launched: that needs nothing of it, and ends no
+        sequence that this one was not the last token of. The step is booked."""
+
+    def goes_on(self, sequence: Sequence) -> bool:
+        """Whether a sequence of the last step, which may not have been told yet, takes part in the next one."""
 
     def step_failed(self, batch: Batch, error: Exception) -> None:
         """The step raised: end what it held."""

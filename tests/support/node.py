@@ -38,6 +38,7 @@ class NodeSpec:
     prefix_cache: bool = True
     priority_ageing_s: float = 1.0
     compile_s: float = 0.003  # of each grammar
+    ahead: bool = False  # steps are computed apart from their host, which plans the next one meanwhile
 
 
 class Node(End):
@@ -55,7 +56,7 @@ class Node(End):
         self.pool = PagePool(spec.num_pages, PAGE)
         self.scheduler = BatchScheduler(self.pool, spec.limits, salt=b"m", prefix_cache=spec.prefix_cache)
         self.memory = Memory(self.pool, spec.limits.window, spec.limits.num_windowed)
-        self.runner = StepRunner(kernel, self.scheduler, self.memory, spec.step_time)
+        self.runner = StepRunner(kernel, self.scheduler, self.memory, spec.step_time, ahead=spec.ahead)
         self.load = LoadReport(self.scheduler, lambda: None, lambda: None)
         self.counters = WorkerCounters()
         compiler = LateExecutor(kernel, spec.compile_s)

@@ -12,6 +12,7 @@ import numpy as np
 
 from tandem.sim.kernel import Kernel
 from tandem.worker.batch import Batch
+from tandem.worker.next_step import NextStep
 from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.step import StepHooks
 from tests.support.scripted_model import NUM_LAYERS, Memory
@@ -37,11 +38,20 @@ class StepTime:
 class StepRunner:
     """What is submitted runs between two steps, in order; with nothing to compute, at once."""
 
-    def __init__(self, kernel: Kernel, scheduler: BatchScheduler, memory: Memory, step_time: StepTimes) -> None:
+    def __init__(
+        self,
+        kernel: Kernel,
+        scheduler: BatchScheduler,
+        memory: Memory,
+        step_time: StepTimes,
+        *,
+        ahead: bool = False,
+    ) -> None:
         self._kernel = kernel
         self._scheduler = scheduler
         self._memory = memory
         self._step_time = step_time
+        self._ahead = ahead
         self._inbox: deque[Callable[[], object]] = deque()
         self._is_busy = False  # a step is computed, or the next turn is on its way
         self._hooks: StepHooks
@@ -50,6 +60,7 @@ class StepRunner:
 
     def start(self, hooks: StepHooks) -> None:
         self._hooks = hooks
+        self._steps = NextStep(self._scheduler, hooks, ahead=self._ahead)
 
     def submit(self, call: Callable[[], object]) -> None:
         self._inbox.append(call)
@@ -63,8 +74,7 @@ class StepRunner:
         while self._inbox:
             self._inbox.popleft()()
         hooks = self._hooks
-        hooks.before_schedule()
-        batch = self._scheduler.schedule()
+        batch = self._steps.next()
         self._scheduler.pool.check()
         assert not any(s.promoted for s in batch.preempted), "decode's pages wait for it: it must not lose its own"
         if batch.items:
@@ -84,6 +94,7 @@ class StepRunner:
         for item in batch.items:
             wanted = self._memory.kv_of(item.sequence, item.start + item.num_tokens)
             items.append((wanted, item.start, list(item.sequence.pages), list(item.sequence.windowed)))
+        self._steps.while_computed(batch)
 
         def compute(layer: int) -> None:
             if self.is_stopped:
@@ -102,9 +113,9 @@ class StepRunner:
         if self.is_stopped:
             return
         logits = self._hooks.score(batch, self._logits(batch)) if batch.num_scored_tokens else None
-        self._scheduler.apply(batch, self._hooks.sample(batch, logits))
-        self._hooks.after_step(batch)
+        self._steps.computed(batch, self._hooks.sample(batch, logits))
         self._turn()
+
     def _logits(self, batch: Batch) -> np.ndarray:
         """As `tandem.engine.engine.Engine.forward`: a row is the hash of all tokens up to there."""
         rows = []

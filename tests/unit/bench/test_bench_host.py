@@ -32,7 +32,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
 def test_each_part_is_measured_written_and_shown(measured: tuple[dict[str, Any], str]) -> None:
     content, said = measured
     titles = [figure["title"] for figure in content["figures"]]
-    assert len(titles) == len(set(titles)) == 5 + 2 + 1
+    assert len(titles) == len(set(titles)) == 5 + 3 + 1
     assert all(figure["median_s"] > 0 for figure in content["figures"])
     page = docs.page(None, of_host=content)
     for text in (said, page):
@@ -55,3 +55,5 @@ def test_steps_are_those_of_a_decode_worker() -> None:
     running = steps._scheduler.running
     assert [sequence.num_output for sequence in running] == [PAGE_SIZE + 1] * 3
     assert [sequence.num_published for sequence in running] == [(100 - n + PAGE_SIZE) // PAGE_SIZE for n in range(3)]
+    steps.times_between_s(PAGE_SIZE - 1)  # planned ahead, and the step before them
+    assert [sequence.num_output for sequence in running] == [2 * PAGE_SIZE + 1] * 3

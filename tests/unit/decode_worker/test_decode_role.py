@@ -27,6 +27,7 @@ from tandem.worker.counters import WorkerCounters
 from tandem.worker.drafts import DraftInput, Drafts
 from tandem.worker.guesses import Guesses
 from tandem.worker.load import LoadReport
+from tandem.worker.next_step import NextStep
 from tandem.worker.pacing import Pacing
 from tandem.worker.request import AttemptFailed, AttemptSpec, ChoiceJournal, RequestLimits, TokenSampled
 from tandem.worker.runner import Runner, inputs_of
@@ -354,7 +355,7 @@ def test_pages_that_a_failed_step_was_to_copy_are_given_on_with_its_others() -> 
     waits = world.reserve("waits", num_tokens=13)
     batch = world.scheduler.schedule()
     assert batch.copies
-    runner._step(world.role, batch)
+    runner._step(world.role, NextStep(world.scheduler, world.role, ahead=False), batch)
     world.take()
     world.role.before_schedule()
     (made,) = world.take()

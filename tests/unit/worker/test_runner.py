@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 from tandem.core.pages import PagePool
@@ -49,7 +50,8 @@ class Idler:
 def runner_with(pacing: Pacing) -> Runner:
     scheduler = BatchScheduler(PagePool(4, 16), SchedulerLimits(4, 64, 16, 4), salt=b"")
     failures: list[BaseException] = []
-    return Runner(cast(Any, None), scheduler, name="runner", on_fatal=failures.append, pacing=pacing)
+    engine = cast(Any, SimpleNamespace(computes_apart=False))
+    return Runner(engine, scheduler, name="runner", on_fatal=failures.append, pacing=pacing)
 
 
 def test_what_comes_in_each_time_that_a_step_begins_later_counts_for_it() -> None:

@@ -15,7 +15,7 @@ from tandem.engine.layer_places import LayerPlaces
 from tandem.engine.layout import KVLayout
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one for each row of each step: a frozen one takes six times as long to make
 class SequenceInput:
     """What one sequence computes in this forward: a chunk of a prompt, or one generated token.
 
@@ -36,7 +36,7 @@ class SequenceInput:
         return self.start + len(self.token_ids)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one for each row of each step: a frozen one takes six times as long to make
 class SequenceRows:
     """Where one sequence lies in the flat batch: rows `[row, row + num_rows)` are tokens `[start, end)`."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -14,14 +13,15 @@ from router.lifecycle.context import RouterContext
 from router.openai.grammar import AskedGrammar, of_schema, parts_of
 from router.openai.model_card import ModelCard
 from tandem.core.errors import InvalidRequestError, OverloadedError, TandemError
+from tandem.core.recent import Recent, RecentByCost
 from tandem.core.tokenizer import Tokenizer
 from tandem.core.vocabulary import Vocabulary, description
 
 # Verdicts that are remembered, and the characters of grammars beside them that were read from GBNF.
 _MAX_VERDICTS = 4096
 _MAX_CHARS = 4 << 20
-# Of those, so many on grammars that take so long to be compiled. A worker compiles each again that it does not keep: it
-# shall have none that has not waited here for its client's turn.
+# Kept apart, so many on grammars that take so long to be compiled. A worker compiles each again that it does not keep:
+# it shall have none that has not waited here for its client's turn.
 _COSTLY_S = 0.05
 _MAX_COSTLY = 32
 # Grammars that are tried at once, and that are tried or wait for it: of one client, of all.
@@ -61,7 +61,7 @@ class GrammarCheck:
         self._limits = context.config.limits
         self._metrics = context.metrics
         self._trials = _trials(context.tokenizer, card, self._limits.max_grammar_compile_s)
-        self._remembered = RememberedGrammars()
+        self._remembered = remembered_grammars()
         self._queue = GrammarQueue(_NUM_AT_ONCE, _MAX_OF_ONE, _MAX_WAITING)
         # Of grammars that are tried or wait for it: what is asked, and what comes of it, for all who ask.
         self._asked: dict[bytes, tuple[AskedGrammar, asyncio.Future[Found]]] = {}
@@ -115,7 +115,7 @@ class GrammarCheck:
             future.set_exception(error)
             future.exception()  # who asked may be gone
         else:
-            self._remembered.put(digest, found)
+            self._remembered.put(digest, found, is_costly=found.is_costly)
             future.set_result(found)
         finally:
             del self._asked[digest]
@@ -165,36 +165,13 @@ class GrammarCheck:
         return path, said
 
 
-class RememberedGrammars:
-    """What came of grammars, by their digests; what was asked for least recently goes first."""
+def remembered_grammars() -> RecentByCost[bytes, Found]:
+    """What came of grammars, by their digests."""
 
-    def __init__(self) -> None:
-        self._found: OrderedDict[bytes, Found] = OrderedDict()
-        self._costly: OrderedDict[bytes, None] = OrderedDict()
-        self._num_chars = 0
+    def kept(most: int) -> Recent[bytes, Found]:
+        return Recent(most, _MAX_CHARS, lambda _, found: len(found.text))
 
-    def get(self, digest: bytes) -> Found | None:
-        if (found := self._found.get(digest)) is not None:
-            self._found.move_to_end(digest)
-            if found.is_costly:
-                self._costly.move_to_end(digest)
-        return found
-
-    def put(self, digest: bytes, found: Found) -> None:
-        self._forget(digest)
-        self._found[digest] = found
-        self._num_chars += len(found.text)
-        if found.is_costly:
-            self._costly[digest] = None
-        if len(self._costly) > _MAX_COSTLY:
-            self._forget(next(iter(self._costly)))
-        while len(self._found) > _MAX_VERDICTS or (self._num_chars > _MAX_CHARS and len(self._found) > 1):
-            self._forget(next(iter(self._found)))
-
-    def _forget(self, digest: bytes) -> None:
-        if (found := self._found.pop(digest, None)) is not None:
-            self._num_chars -= len(found.text)
-            self._costly.pop(digest, None)
+    return RecentByCost(kept(_MAX_COSTLY), kept(_MAX_VERDICTS))
 
 
 def _trials(tokenizer: Tokenizer, card: ModelCard, max_s: float) -> GrammarTrials | TandemError:

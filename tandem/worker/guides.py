@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import cached_property, partial
@@ -20,6 +19,7 @@ import numpy as np
 from tandem.core.errors import InternalError, InvalidRequestError, TandemError
 from tandem.core.grammar import CompiledGrammar, Matcher, import_llguidance
 from tandem.core.grammar_compiler import compile_grammar
+from tandem.core.recent import Recent, RecentByCost
 from tandem.core.sampling import TokenMask
 from tandem.core.vocabulary import Vocabulary
 from tandem.worker.counters import WorkerCounters
@@ -62,7 +62,7 @@ class Guides:
         self._compiler = compiler or ThreadPoolExecutor(1, "grammars")
         self._masker = masker or ThreadPoolExecutor(1, "masks")
         # Of the compiler's thread.
-        self._kept = _Kept()
+        self._kept = _kept()
 
     def close(self) -> None:
         """End the threads. What is under way ends first, what waits is dropped."""
@@ -143,42 +143,13 @@ class Guides:
         return partial(fill_next_token_bitmask_par, executor)
 
 
-class _Kept:
+def _kept() -> RecentByCost[str, CompiledGrammar]:
     """Compiled grammars by their texts."""
 
-    def __init__(self) -> None:
-        self._costly, self._others = _Recent(), _Recent()
+    def kept() -> Recent[str, CompiledGrammar]:
+        return Recent(_MAX_KEPT, _MAX_KEPT_CHARS, lambda text, _: len(text))
 
-    def get(self, text: str) -> CompiledGrammar | None:
-        return self._costly.get(text) or self._others.get(text)
-
-    def put(self, text: str, compiled: CompiledGrammar, *, is_costly: bool) -> None:
-        for some in (self._costly, self._others):
-            some.drop(text)
-        (self._costly if is_costly else self._others).put(text, compiled)
-
-
-class _Recent:
-    """Those that were asked for last."""
-
-    def __init__(self) -> None:
-        self._by_text: OrderedDict[str, CompiledGrammar] = OrderedDict()
-        self._num_chars = 0
-
-    def get(self, text: str) -> CompiledGrammar | None:
-        if (found := self._by_text.get(text)) is not None:
-            self._by_text.move_to_end(text)
-        return found
-
-    def put(self, text: str, compiled: CompiledGrammar) -> None:
-        self._by_text[text] = compiled
-        self._num_chars += len(text)
-        while len(self._by_text) > _MAX_KEPT or (self._num_chars > _MAX_KEPT_CHARS and len(self._by_text) > 1):
-            self.drop(next(iter(self._by_text)))
-
-    def drop(self, text: str) -> None:
-        if self._by_text.pop(text, None) is not None:
-            self._num_chars -= len(text)
+    return RecentByCost(kept(), kept())
 
 
 def _mask_at(masks: Future[Masks], index: int) -> TokenMask | TandemError:

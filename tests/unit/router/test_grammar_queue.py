@@ -1,12 +1,8 @@
-"""Whose new grammar is tried next, and what is remembered of those that were."""
+"""Whose new grammar is tried next."""
 
 from __future__ import annotations
 
-import pytest
-
-from router.http import grammars
 from router.http.grammar_queue import GrammarQueue
-from router.http.grammars import Found, RememberedGrammars
 
 
 def names(client: str, number: int) -> list[bytes]:
@@ -86,30 +82,3 @@ def test_what_was_tried_at_anothers_turn_and_is_asked_for_anew_is_tried_at_its_o
     assert queue.begin() == ("own", b"x")
     queue.end("own")
     assert queue.begin() is None
-
-
-def test_of_grammars_that_take_long_few_are_remembered_so_that_workers_get_them_at_their_clients_turns(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A worker compiles anew what it does not keep."""
-    monkeypatch.setattr(grammars, "_MAX_COSTLY", 2)
-    remembered, slow, fast, refused = (
-        RememberedGrammars(),
-        Found("", "", 0.5),
-        Found("", "", 0.01),
-        Found("", "no", 1.0),
-    )
-    for name, found in ((b"a", slow), (b"b", slow), (b"fast", fast), (b"refused", refused)):
-        remembered.put(name, found)
-    remembered.get(b"a")
-    remembered.put(b"c", slow)
-    kept = [remembered.get(name) for name in (b"a", b"b", b"c", b"fast", b"refused")]
-    assert kept == [slow, None, slow, fast, refused]
-
-
-def test_what_was_read_from_gbnf_is_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "_MAX_CHARS", 10)
-    remembered = RememberedGrammars()
-    for name in (b"a", b"b", b"c"):
-        remembered.put(name, Found("12345", "", 0.0))
-    assert [remembered.get(name) is not None for name in (b"a", b"b", b"c")] == [False, True, True]

@@ -52,6 +52,7 @@ def test_equal_grammars_are_compiled_once_and_few_are_kept(
 
     monkeypatch.setattr(module, "compile_grammar", counted)
     monkeypatch.setattr(module, "_MAX_KEPT", 2)
+    monkeypatch.setattr(guides, "_kept", module._kept())
     for text in ("a", "a", "b", "a", "c", "a", "b"):
         assert len(prepared(guides, inbox, regex(text), [])) == 1
     assert compiled == [regex(text) for text in ("a", "b", "c", "b")], "the least recently used goes first"
@@ -68,6 +69,7 @@ def test_what_took_long_to_compile_is_not_pushed_out_by_what_did_not(
 
     monkeypatch.setattr(module, "compile_grammar", counted)
     monkeypatch.setattr(module, "_MAX_KEPT", 2)
+    monkeypatch.setattr(guides, "_kept", module._kept())
     for costly_s, text in ((0.0, "a"), (1e9, "b"), (1e9, "c"), (1e9, "ab"), (1e9, "a")):
         monkeypatch.setattr(module, "_COSTLY_S", costly_s)
         prepared(guides, inbox, regex(text), [])

@@ -11,6 +11,10 @@ class GrammarQueue:
     A client's first trial begins after at most one of each other client that waits, and of those under way, so whoever
     asks for many, or for such as take long, holds up itself.
 
+    A client may have as many trials here as there are places free. So a few clients, however much they ask for, leave
+    as many places as each of them has: with `k` of them that is one in `k + 1` (Choudhury and Hahne, "Dynamic queue
+    length thresholds for shared-memory packet switches", 1998).
+
     Args:
         num_at_once: trials under way, of all clients.
         max_of_one, max_waiting: trials that one client, and all, may have here, those under way included.
@@ -30,9 +34,10 @@ class GrammarQueue:
         line = self._waiting.get(client, ())
         if trial in self._running.values() or (trial in line and trial in self._asked):
             return True
-        if trial not in line and len(line) + (client in self._running) >= self._max_of_one:
+        num_free = self._max_waiting - len(self._asked)
+        if trial not in line and len(line) + (client in self._running) >= min(self._max_of_one, max(num_free, 1)):
             return False
-        if trial not in self._asked and len(self._asked) >= self._max_waiting:
+        if trial not in self._asked and num_free < 1:
             return False
         self._asked.add(trial)
         if trial not in line:  # else it was tried at another client's turn, and keeps its place for this time

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from router.http.grammar_queue import GrammarQueue
 
 
@@ -41,12 +43,32 @@ def test_clients_take_turns() -> None:
 
 
 def test_one_client_cannot_take_all_places_that_wait() -> None:
-    queue = GrammarQueue(1, 3, 4)
+    queue = GrammarQueue(1, 3, 8)
     assert [queue.enter("many", trial) for trial in names("many", 5)] == [True] * 3 + [False] * 2
     queue.begin()
     assert not queue.enter("many", b"one more"), "what is under way counts"
     assert queue.enter("other", b"x")
-    assert not queue.enter("third", b"y"), "of all"
+
+
+@pytest.mark.parametrize("num_greedy", [1, 4, 20])
+def test_clients_that_ask_for_more_than_all_leave_a_share_to_whoever_comes(num_greedy: int) -> None:
+    queue = GrammarQueue(2, 16, 64)
+    for number in range(16):
+        for greedy in range(num_greedy):
+            queue.enter(f"greedy{greedy}", b"%d %d" % (greedy, number))
+    num_others = sum(queue.enter("other", trial) for trial in names("other", 16))
+    assert num_others >= max(1, 32 // (num_greedy + 1))
+    assert queue.enter("third", b"y"), "and there is one more"
+
+
+def test_there_is_an_end_to_what_waits_and_a_place_again_behind_what_has_ended() -> None:
+    queue = GrammarQueue(1, 16, 64)
+    assert all(queue.enter(f"c{number}", b"%d" % number) for number in range(64))
+    assert not queue.enter("one more", b"x")
+    assert queue.enter("one more", b"7"), "it waits already"
+    assert queue.begin() is not None
+    queue.end("c0")
+    assert queue.enter("another", b"x")
 
 
 def test_who_asks_for_what_waits_in_anothers_line_waits_for_the_earlier_turn_and_it_is_tried_once() -> None:

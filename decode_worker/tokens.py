@@ -45,6 +45,8 @@ class TokenBook:
     _sampled: list[list[SampledToken] | TandemError] = field(default_factory=list, init=False)
     # Sequences that have their last token, while that waits to be given out.
     _ended: set[int] = field(default_factory=set, init=False)  # by `id`
+    # Of these items, by `id`, all tokens were guessed and are noted, since what comes next cannot be told yet.
+    _all_noted: set[int] = field(default_factory=set, init=False)
 
     def begin_masks(self, batch: Batch) -> None:
         """Have the masks made that this step's sampling needs, while it is computed."""
@@ -68,10 +70,28 @@ class TokenBook:
         """As `StepHooks.sample`."""
         items = [item for item in batch.items if item.samples]
         has_guesses = any(item.guesses for item in items)
-        self._sampled = self._sample(items, logits[_newest_rows(items)] if has_guesses else logits, 0)
+        late = self._late(items, awaits_one=len(items) == len(batch.items))
+        self._sampled = self._sample_but(late, items, logits[_newest_rows(items)] if has_guesses else logits)
+        self._all_noted.clear()
         if has_guesses:
             self._follow_guesses(items, logits)
         return [_to_append(item.sequence.owner, tokens) for item, tokens in zip(items, self._sampled, strict=True)]
+
+    def _late(self, items: list[ScheduledSequence], *, awaits_one: bool) -> set[int]:
+        """Of which the masks are not there yet, by index: they are sampled in a later step."""
+        if not any(item.sequence.params.grammar for item in items):
+            return set()
+        return self.guides.late([item.sequence.owner.guide for item in items], awaits_one=awaits_one)
+
+    def _sample_but(
+        self, late: set[int], items: list[ScheduledSequence], logits: Any
+    ) -> list[list[SampledToken] | TandemError]:
+        """The tokens that come next, and none of those that are late."""
+        if not late:
+            return self._sample(items, logits, 0)
+        ready = [index for index in range(len(items)) if index not in late]
+        sampled = iter(self._sample([items[index] for index in ready], logits[ready], 0) if ready else ())
+        return [[] if index in late else next(sampled) for index in range(len(items))]
 
     def _sample(
         self, items: list[ScheduledSequence], logits: Any, ahead: int
@@ -92,6 +112,12 @@ class TokenBook:
                 item.sequence.owner.append(item.guesses[ahead])
             if guided := [guide for item in going_on if (guide := item.sequence.owner.guide) is not None]:
                 self.guides.begin(guided)
+                late = self._late(going_on, awaits_one=False)
+                self._all_noted.update(id(going_on[at]) for at in late)
+                indices = [index for at, index in enumerate(indices) if at not in late]
+                going_on = [items[index] for index in indices]
+                if not indices:
+                    return
             ahead += 1
             fault_points.reach("decode.guessed")
             behind = self._sample(going_on, logits[[newest_rows[index] + ahead for index in indices]], ahead)
@@ -122,6 +148,7 @@ class TokenBook:
             match sequence.owner:
                 case Choice() if tokens:
                     num_noted = len(tokens) - 1 if item.guesses else 0
+                    num_noted += id(item) in self._all_noted
                     if item.guesses:
                         sequence.guessed_by.judge(len(item.guesses), num_noted)
                         self.counters.note_guesses(sequence.guessed_by.source, len(item.guesses), num_noted)
@@ -242,7 +269,7 @@ def _newest_rows(items: list[ScheduledSequence]) -> list[int]:
 
 def _is_right(guesses: tuple[int, ...], sampled: list[SampledToken] | TandemError, place: int) -> bool:
     """Whether the guess at this place is the token that was sampled there."""
-    if isinstance(sampled, TandemError) or place >= len(guesses):
+    if isinstance(sampled, TandemError) or place >= min(len(guesses), len(sampled)):
         return False
     return sampled[place].token_id == guesses[place]
 

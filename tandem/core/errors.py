@@ -4,6 +4,7 @@
     ├── ConfigError                  a key of tandem.yaml or an option is wrong; names key and remedy
     │   └── NotRunningError          no cluster runs where one was looked for
     ├── InvalidRequestError          the client's request is wrong; names the field        400
+    │   ├── SlowGrammarError         following its grammar takes too much computation      400
     │   ├── ContextLengthError       prompt and output together exceed the context         400
     │   ├── UnsupportedEncodingError the body of the request is compressed                 415
     │   ├── ModelNotFoundError       it names a model that is not served here              404
@@ -91,6 +92,12 @@ class InvalidRequestError(TandemError):
     def __init__(self, message: str, *, field: str | None = None, request_id: str | None = None) -> None:
         super().__init__(message, request_id=request_id)
         self.field = field
+
+
+class SlowGrammarError(InvalidRequestError):
+    """To follow the grammar of a request takes more computation than it may."""
+
+    code = "grammar_too_slow"
 
 
 class ContextLengthError(InvalidRequestError):

@@ -102,16 +102,11 @@ class Matcher:
         if num_taken < len(token_ids):
             raise InternalError(f"token {token_ids[num_taken]} was given out and does not follow the grammar")
 
-    def replay(self, token_ids: Sequence[int]) -> None:
-        """Go on behind these tokens, as the run that gave them out did: it made a mask behind each.
-
-        The masks are dropped, but only they renew what a step may cost: many tokens at once would have to do with the
-        cost of one. Raises as `take`.
-        """
-        for number, token_id in enumerate(token_ids):
-            if number:
-                self.inner.compute_bitmask()
-            self.take([token_id])
+    def mask(self) -> TokenMask:
+        """What may come next. Raises `InvalidRequestError` where the grammar has become too complex."""
+        made: TokenMask = self.inner.compute_bitmask()
+        self.check()
+        return made
 
     def check(self) -> None:
         """Raises `InvalidRequestError` where the grammar has become too complex."""

@@ -1,4 +1,7 @@
-"""Guides made by threads: one compiles grammars and replays outputs, one makes masks while a step is computed.
+"""Guides made by threads: one compiles grammars and replays outputs, others make masks while a step is computed.
+
+Nobody waits for the masks of others. Those that took long last time have threads of their own, and a step that is
+computed goes on without the choices whose masks are not there yet (`Guides.late`).
 
 A worker that serves no grammar has none of these threads. The vocabulary is made before it serves at all: that holds up
 everything in the process.
@@ -8,22 +11,19 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from functools import cached_property, partial
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, ThreadPoolExecutor, wait
 
-import numpy as np
-
-from tandem.core.errors import InternalError, InvalidRequestError, TandemError
-from tandem.core.grammar import CompiledGrammar, Matcher, import_llguidance
+from tandem.core.errors import InternalError, InvalidRequestError, SlowGrammarError, TandemError
+from tandem.core.grammar import CompiledGrammar
 from tandem.core.grammar_compiler import compile_grammar
 from tandem.core.recent import Recent, RecentByCost
-from tandem.core.sampling import TokenMask
 from tandem.core.vocabulary import Vocabulary
 from tandem.worker.counters import WorkerCounters
-from tandem.worker.guide import Guide
+from tandem.worker.guide import Guide, Mask, made_of
 
 _log = logging.getLogger(__name__)
 
@@ -32,11 +32,14 @@ _log = logging.getLogger(__name__)
 _MAX_KEPT = 128
 _COSTLY_S = 0.05
 _MAX_KEPT_CHARS = 4 << 20
-# Masks of one step are made by so many threads.
+# Masks of one step are made by so many threads, in turns of so many masks that take no time.
 _MAX_THREADS = 8
-
-Masks = list[TokenMask | TandemError]
-
+_NUM_A_THREAD = 4
+# A step waits so long for masks that are late, or for this part of what it has taken: less than a mask takes that is
+# late because the processors have much to do, and little beside the step.
+_LEAST_WAIT_S, _WAIT_PART = 0.001, 0.1
+# Outputs are replayed so long at a time; then those have their turn who have come meanwhile.
+_REPLAY_S = 0.05
 
 class Guides:
     """The `GuideMaker` of a worker.
@@ -44,7 +47,8 @@ class Guides:
     Args:
         vocabulary: of the model; or why no grammar holds with it.
         submit: queues a call for the runner's thread.
-        compiler, masker: run one call at a time, in order; by default a thread each.
+        compiler: runs one call at a time, in order; by default a thread.
+        masker: makes masks; by default threads, of which those that are expected to take long have half.
     """
 
     def __init__(
@@ -59,48 +63,70 @@ class Guides:
         self._vocabulary = vocabulary
         self._submit = submit
         self._counters = counters
+        self._num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
         self._compiler = compiler or ThreadPoolExecutor(1, "grammars")
-        self._masker = masker or ThreadPoolExecutor(1, "masks")
+        self._masker = masker or ThreadPoolExecutor(self._num_threads, "masks")
+        self._slow_masker = masker or ThreadPoolExecutor(max(1, self._num_threads // 2), "slow masks")
+        self._began_s = 0.0  # when `begin` was called last
+        self._counting = threading.Lock()
         # Of the compiler's thread.
         self._kept = _kept()
 
     def close(self) -> None:
-        """End the threads. What is under way ends first, what waits is dropped."""
-        for pool in (self._compiler, self._masker):
-            pool.shutdown(cancel_futures=True)
+        """End the threads. What is under way ends first, and all masks, which a step may wait for."""
+        self._compiler.shutdown(cancel_futures=True)
+        for pool in (self._masker, self._slow_masker):
+            pool.shutdown()
 
     # -- compiling
 
     def prepare(
         self, grammar: str, outputs: Sequence[Sequence[int]], then: Callable[[list[Guide] | TandemError], None]
     ) -> None:
+        made = self._made(grammar, outputs)
+
         def work() -> None:
-            made = self._prepare(grammar, outputs)
-            self._submit(lambda: then(made))
+            found = self._worked_on(made)
+            if found is None:
+                self._compiler.submit(work)
+            else:
+                self._submit(lambda: then(found))
 
         self._compiler.submit(work)
 
-    def _prepare(self, grammar: str, outputs: Sequence[Sequence[int]]) -> list[Guide] | TandemError:
+    def _worked_on(self, made: Iterator[list[Guide] | None]) -> list[Guide] | TandemError | None:
+        """What comes of it; `None`: it has had its time, and others have theirs before it goes on."""
+        ends_s = time.perf_counter() + _REPLAY_S
         try:
-            return self._made(grammar, outputs)
+            while (found := next(made)) is None and time.perf_counter() < ends_s:
+                pass
         except TandemError as error:
             return error
         except Exception as error:  # noqa: BLE001 - it goes to whoever asked
             _log.exception("a grammar could not be prepared")
             return InternalError(f"a grammar could not be prepared: {type(error).__name__}: {error}")
+        return found
 
-    def _made(self, grammar: str, outputs: Sequence[Sequence[int]]) -> list[Guide]:
+    def _made(self, grammar: str, outputs: Sequence[Sequence[int]]) -> Iterator[list[Guide] | None]:
+        """The guides, after a `None` for each token that was replayed."""
         known = self._kept.get(grammar)
         compiled = self._compiled(grammar)
+        guides = [Guide(compiled, time.thread_time) for _ in outputs]
         try:
-            return [_replayed(compiled, output) for output in outputs]
+            for guide, output in zip(guides, outputs, strict=True):
+                yield from guide.replay(output)
+        except SlowGrammarError:
+            raise
         except (InvalidRequestError, InternalError):
             if compiled is not known:
                 raise
             compiled.is_worn = True
-        # What other outputs have left of it was too little; a new one has all that there is.
-        compiled = self._compiled(grammar)
-        return [_replayed(compiled, output) for output in outputs]
+            # What other outputs have left of it was too little; a new one has all that there is.
+            compiled = self._compiled(grammar)
+            guides = [Guide(compiled, time.thread_time) for _ in outputs]
+            for guide, output in zip(guides, outputs, strict=True):
+                yield from guide.replay(output)
+        yield guides
 
     def _compiled(self, grammar: str) -> CompiledGrammar:
         if (known := self._kept.get(grammar)) is not None and not known.is_worn:
@@ -115,32 +141,47 @@ class Guides:
     # -- masks
 
     def begin(self, guides: Sequence[Guide]) -> None:
-        asked = [(guide, new) for guide in guides if (new := guide.take_new()) is not None]
-        if asked:
-            future = self._masker.submit(self._make_masks, asked)
-            for index, (guide, _) in enumerate(asked):
-                guide.await_mask(partial(_mask_at, future, index))
+        self._began_s = time.perf_counter()
+        quick = deque[_Asked]()
+        for guide in guides:
+            if (begun := guide.begin()) is not None:
+                asked = (guide, *begun)
+                if guide.budget.is_slow:
+                    self._slow_masker.submit(self._make, asked)
+                else:
+                    quick.append(asked)
+                self._counters.num_masks += 1
+        for _ in range(min(self._num_threads, -(-len(quick) // _NUM_A_THREAD))):
+            self._masker.submit(self._make_all, quick)
 
-    def _make_masks(self, asked: Sequence[tuple[Guide, list[int]]]) -> Masks:
-        began_s = time.perf_counter()
-        matchers = [_matched(guide, new) for guide, new in asked]
-        assert isinstance(self._vocabulary, Vocabulary)  # or there were no guides
-        masks = np.zeros((len(asked), self._vocabulary.mask_words), np.int32)
-        good = [(matcher.inner, index) for index, matcher in enumerate(matchers) if isinstance(matcher, Matcher)]
-        if good:
-            self._fill(good, masks)
-        made = [_mask_of(matcher, row) for matcher, row in zip(matchers, masks, strict=True)]
-        self._counters.num_masks += len(asked)
-        self._counters.mask_s += time.perf_counter() - began_s
-        return made
+    def late(self, guides: Sequence[Guide | None], *, awaits_one: bool) -> set[int]:
+        pending = {mask: at for at, guide in enumerate(guides) if guide is not None and (mask := guide.pending)}
+        if not pending:
+            return set()
+        if awaits_one and len(pending) == len(guides):
+            wait(pending, return_when=FIRST_COMPLETED)
+        wait(pending, timeout=max(_LEAST_WAIT_S, _WAIT_PART * (time.perf_counter() - self._began_s)))
+        return {at for mask, at in pending.items() if not mask.done()}
 
-    @cached_property
-    def _fill(self) -> Callable[[list[tuple[Any, int]], np.ndarray], None]:
-        """Fills the rows of masks on several threads; made where there is a grammar."""
-        from llguidance.numpy import fill_next_token_bitmask_par
+    def _make_all(self, left: deque[_Asked]) -> None:
+        """Make what is left, beside other threads that do."""
+        while True:
+            try:
+                asked = left.popleft()
+            except IndexError:
+                return
+            self._make(asked)
 
-        executor = import_llguidance().LLExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0))))
-        return partial(fill_next_token_bitmask_par, executor)
+    def _make(self, asked: _Asked) -> None:
+        guide, mask, token_ids = asked
+        began_s = time.thread_time()
+        mask.set_result(made_of(guide, token_ids))
+        with self._counting:
+            self._counters.mask_s += time.thread_time() - began_s
+
+
+_Asked = tuple[Guide, Mask, list[int]]
+"""A guide, its mask that is to be made, and the tokens that it has not matched."""
 
 
 def _kept() -> RecentByCost[str, CompiledGrammar]:
@@ -150,32 +191,3 @@ def _kept() -> RecentByCost[str, CompiledGrammar]:
         return Recent(_MAX_KEPT, _MAX_KEPT_CHARS, lambda text, _: len(text))
 
     return RecentByCost(kept(), kept())
-
-
-def _mask_at(masks: Future[Masks], index: int) -> TokenMask | TandemError:
-    """One of the masks of a step, when they are there."""
-    return masks.result()[index]
-
-
-def _replayed(grammar: CompiledGrammar, output: Sequence[int]) -> Guide:
-    guide = Guide(grammar)
-    if output:
-        guide.replay(output)
-    return guide
-
-
-def _matched(guide: Guide, new: list[int]) -> Matcher | TandemError:
-    try:
-        return guide.match(new)
-    except TandemError as error:
-        return error
-
-
-def _mask_of(matcher: Matcher | TandemError, row: np.ndarray) -> TokenMask | TandemError:
-    if isinstance(matcher, TandemError):
-        return matcher
-    try:
-        matcher.check()
-    except TandemError as error:
-        return error
-    return row.tobytes()

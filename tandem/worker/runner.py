@@ -151,7 +151,8 @@ class Runner:
             if batch.num_scored_tokens:
                 logits = hooks.score(batch, logits)
             sampled: Sequence[Sequence[int]] = hooks.sample(batch, logits)
-            if not sampled:  # else sampling has waited for the device, which must be done with pages that are freed now
+            if not any(sampled):
+                # Else sampling has waited for the device, which must be done with pages that are freed now.
                 self.engine.finish()
         except Exception as error:  # noqa: BLE001 - as above
             self._failed(steps, batch, error)

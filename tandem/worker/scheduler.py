@@ -275,7 +275,8 @@ class BatchScheduler:
                 budget -= num_tokens
 
     def apply(self, batch: Batch, sampled: Seq[Seq[int]]) -> None:
-        """Book a computed step. `sampled` has the tokens, one or more, of each item that samples, in order."""
+        """Book a computed step. `sampled` has the tokens of each item that samples, in order. One that has none was not
+        sampled after all: its newest token is computed again, for its logits."""
         tokens = iter(sampled)
         num_to_publish = _PAGES_TO_PUBLISH
         with self.lock:
@@ -285,6 +286,8 @@ class BatchScheduler:
                 following = next(tokens) if item.samples else ()
                 # Behind a guess that was wrong all is wrong; with each token that came one more was right.
                 num_right = len(following) if item.guesses else item.num_tokens
+                if item.samples and not following and not item.guesses:
+                    num_right -= 1
                 sequence.num_computed = item.start + num_right
                 sequence.token_ids.extend(following)
                 if self.limits.window:

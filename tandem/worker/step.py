@@ -39,7 +39,10 @@ class StepHooks(Protocol):
         """
 
     def sample(self, batch: Batch, logits: Any) -> list[list[int]]:
-        """The tokens of each item that samples, one or more. `logits`: float32 `[items that sample, vocab]`."""
+        """The tokens of each item that samples; none where what comes cannot be told yet.
+
+        `logits`: float32 `[items that sample, vocab]`.
+        """
 
     def after_step(self, batch: Batch) -> None:
         """The step is booked: its tokens are in the sequences."""

@@ -112,7 +112,10 @@ class StepRunner:
     def _end(self, batch: Batch) -> None:
         if self.is_stopped:
             return
-        logits = self._hooks.score(batch, self._logits(batch)) if batch.num_scored_tokens else None
+        if batch.num_scored_tokens:
+            logits = self._hooks.score(batch, self._logits(batch))
+        else:
+            logits = np.arange(sum(item.num_logits for item in batch.items))
         self._steps.computed(batch, self._hooks.sample(batch, logits))
         self._turn()
 

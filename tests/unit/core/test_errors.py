@@ -18,6 +18,7 @@ STATUSES = {
     "ConfigError": 500,
     "NotRunningError": 500,
     "InvalidRequestError": 400,
+    "SlowGrammarError": 400,
     "ContextLengthError": 400,
     "UnsupportedEncodingError": 415,
     "ModelNotFoundError": 404,

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import queue
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 from llguidance import LLMatcher
 
-from tandem.core.errors import InvalidRequestError
+from tandem.core.errors import InvalidRequestError, SlowGrammarError
 from tandem.core.grammar import CompiledGrammar
 from tandem.worker import guides as module
+from tandem.worker import mask_budget
 from tandem.worker.counters import WorkerCounters
 from tandem.worker.guides import Guides
+from tests.support.inline import InlineExecutor
 from tests.support.scripted_model import TEXTS, vocabulary
 
 
@@ -130,6 +134,80 @@ def test_what_outputs_have_used_up_of_a_grammar_is_there_again_for_those_behind_
     assert follow(second, output[:most]) == most
     (third,) = prepared(guides, inbox, grammar, draw.choices(letters, k=most))
     assert follow(third, letters) == 2
+
+
+class Held(Executor):
+    """Runs what it is given when it is told to."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], object]] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.calls.append(partial(fn, *args, **kwargs))
+        return Future()
+
+    def run(self) -> None:
+        while self.calls:
+            self.calls.pop(0)()
+
+
+def test_a_step_goes_on_without_masks_that_are_late_and_they_are_there_in_a_later_one(inbox: queue.Queue[Any]) -> None:
+    held = Held()
+    guides = Guides(vocabulary(), inbox.put, WorkerCounters(), compiler=InlineExecutor(), masker=held)
+    a, b, c = (TEXTS.index(letter) for letter in "abc")
+    begun, first, second = prepared(guides, inbox, regex("abc|ac"), [], [a], [a, b])
+    guides.begin([begun, first, second])
+    assert guides.late([first, None, begun, second], awaits_one=True) == {0, 3}
+    guides.begin([first, second])  # they are being made
+    held.run()
+    assert guides.late([first, None, second], awaits_one=True) == set()
+    assert [bits(guide.allowed()) for guide in (first, second)] == [{b, c}, {c}]
+    guides.begin([first, second])
+    assert not held.calls, "what is there is not made again"
+
+
+def test_where_all_masks_are_late_the_first_is_waited_for(inbox: queue.Queue[Any]) -> None:
+    held = Held()
+    guides = Guides(vocabulary(), inbox.put, WorkerCounters(), compiler=InlineExecutor(), masker=held)
+    a, b, c = (TEXTS.index(letter) for letter in "abc")
+    (guide,) = prepared(guides, inbox, regex("abc|ac"), [a])
+    guides.begin([guide])
+    assert guides.late([guide], awaits_one=False) == {0}
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(guides.late, [guide], awaits_one=True)
+        held.run()
+        assert waiting.result(timeout=20) == set()
+    assert bits(guide.allowed()) == {b, c}
+
+
+def test_a_slow_grammar_has_threads_of_its_own_and_ends_its_request_by_name(
+    guides: Guides, inbox: queue.Queue[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = TEXTS.index("a")
+    (slow, quick) = prepared(guides, inbox, regex("a*"), [a, a], [a])
+    slow.budget.last_s = 1.0
+    held = Held()
+    monkeypatch.setattr(guides, "_slow_masker", held)
+    guides.begin([slow, quick])
+    assert bits(quick.allowed()) == {a, TEXTS.index("\0")}
+    assert guides.late([slow, quick], awaits_one=True) == {0}
+    monkeypatch.setattr(mask_budget, "BASE_S", 0.0)
+    monkeypatch.setattr(mask_budget, "TOKEN_S", 0.0)
+    held.run()
+    with pytest.raises(SlowGrammarError, match="the grammar takes too much computation"):
+        slow.allowed()
+    found = prepared(guides, inbox, regex("a*"), [a, a])
+    assert isinstance(found, SlowGrammarError), "a replay has the same bound"
+
+
+def test_a_long_replay_lets_others_have_their_turn(inbox: queue.Queue[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_REPLAY_S", 0.0)
+    held, come = Held(), list[str]()
+    guides = Guides(vocabulary(), lambda call: call(), WorkerCounters(), compiler=held, masker=held)
+    guides.prepare(regex("a*"), [[TEXTS.index("a")] * 50], lambda _: come.append("long"))
+    guides.prepare(regex("b*"), [[]], lambda _: come.append("short"))
+    held.run()
+    assert come == ["short", "long"]
 
 
 def bits(mask: bytes) -> set[int]:

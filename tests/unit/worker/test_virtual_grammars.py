@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -16,6 +17,8 @@ from tandem.core.errors import InvalidRequestError, WorkersDiedError
 from tandem.core.grammar import CompiledGrammar
 from tandem.core.identity import Role
 from tandem.core.sampling import SamplingParams
+from tandem.worker.guide import Guide
+from tandem.worker.guides import Guides
 from tests.support.handoff_world import DECODE, PREFILL, World, WorldSpec
 from tests.support.inline import InlineExecutor
 from tests.support.link import LinkSpec
@@ -140,6 +143,35 @@ def test_a_preempted_choice_goes_on_in_its_grammar() -> None:
     world = serve(WorldSpec(seed=1, decode=replace(DECODE, num_pages=26)))
     check(world)
     assert sum(node.counters.num_preemptions for node in world.of_role(Role.DECODE))
+
+
+@pytest.mark.parametrize("share", [0.3, 0.9])
+def test_masks_that_are_late_change_no_byte_and_hold_up_nobody_else(
+    monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    """A choice whose mask is not there is computed again at the next step, whatever else that step is about."""
+    rng, num_late = random.Random(1), 0
+
+    def late(_: Guides, guides: Sequence[Guide | None], *, awaits_one: bool) -> set[int]:
+        nonlocal num_late
+        found = {at for at, guide in enumerate(guides) if guide is not None and rng.random() < share}
+        if awaits_one and len(found) == len(guides):
+            found.pop()
+        num_late += len(found)
+        return found
+
+    monkeypatch.setattr(Guides, "late", late)
+    spec = WorldSpec(seed=3, decode=replace(DECODE, num_pages=26), mixed_pool_tokens=12)
+    world = World(spec)
+    for request in requests(world, spec.seed)[:20]:
+        world.ask(request)
+    plain = SamplingParams(max_tokens=40, ignore_eos=True)
+    world.ask(Request("plain", (1, 2, 3), plain, world.kernel.now_s))
+    world.run()
+    check(world)
+    assert world.requests["plain"].error is None
+    assert len(world.requests["plain"].tokens[0]) == 40
+    assert num_late > 100
 
 
 def test_rows_without_a_grammar_ask_for_no_mask() -> None:

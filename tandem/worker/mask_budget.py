@@ -1,0 +1,50 @@
+"""What following a grammar may cost, by one output. Pure: it is told of times, and reads none.
+
+The bounds by count in `tandem.core.grammar` end one mask after some tens of milliseconds at most. A grammar that makes
+each one take so long would have all threads for itself that make masks. What real schemas take is a twentieth of this.
+"""
+
+from __future__ import annotations
+
+from tandem.core.errors import SlowGrammarError
+
+#: Seconds of a processor for an output, and for each of its tokens. The first is for what is made once, as states of a
+#: lexer, and may come all at once.
+BASE_S, TOKEN_S = 1.0, 0.005
+#: A mask that took so long is expected to take so long again.
+SLOW_S = 0.002
+
+
+class MaskBudget:
+    """What the masks of one output have taken.
+
+    Attributes:
+        last_s: what its last mask took of a processor, in seconds.
+    """
+
+    __slots__ = ("_num_tokens", "_spent_s", "last_s")
+
+    def __init__(self) -> None:
+        self._num_tokens = 0
+        self._spent_s = 0.0
+        self.last_s = 0.0
+
+    @property
+    def is_slow(self) -> bool:
+        return self.last_s >= SLOW_S
+
+    def spend(self, num_tokens: int, seconds: float) -> None:
+        """To go on by so many tokens, and to tell what comes next, took so much of a processor.
+
+        Raises:
+            SlowGrammarError: all took more than it may.
+        """
+        self._num_tokens += num_tokens
+        self._spent_s += seconds
+        self.last_s = seconds
+        if self._spent_s > BASE_S + TOKEN_S * self._num_tokens:
+            raise SlowGrammarError(
+                f"the grammar takes too much computation: its first {self._num_tokens} tokens took {self._spent_s:.1f} "
+                f"s to choose, and may take {1e3 * TOKEN_S:g} ms each beside {BASE_S:g} s once; use shorter texts and "
+                "fewer or smaller repetitions in it"
+            )

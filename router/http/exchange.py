@@ -9,9 +9,10 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import orjson
 from starlette.requests import ClientDisconnect
@@ -23,7 +24,7 @@ from router.http.error_shapes import error_body_at
 from router.http.grammars import GrammarCheck
 from router.http.protocol import ABORT, ARRIVED, WRITE_PART
 from router.lifecycle.context import RouterContext
-from router.lifecycle.deadline import check_deadline
+from router.lifecycle.deadline import check_deadline, passed_deadline
 from router.lifecycle.delta_buffer import DeltaBuffer
 from router.lifecycle.prompt_group import PromptGroup
 from router.lifecycle.request_errors import RequestErrors
@@ -79,7 +80,8 @@ class Exchange:
             call, requests, read_s = await self._requests(http, request_id, arrived_s, tenant)
             if call.parsed.grammar is not None:
                 check_placeable(self._context.workers.snapshot())
-                text = await self._grammars.check(call.parsed.grammar, _client(scope, tenant))
+                check = self._grammars.check(call.parsed.grammar, _client(scope, tenant))
+                text = await self._while_wanted(check, receive, requests[0])
                 requests = [replace(each, sampling=replace(each.sampling, grammar=text)) for each in requests]
             # Before the place in the queue: what fails here must not keep one.
             setting = Setting(requests, self._context.tokenizer, self._card, request_id, int(time.time()))
@@ -108,6 +110,22 @@ class Exchange:
             finally:
                 watcher.cancel()
                 group.answered()
+
+    async def _while_wanted(self, check: Coroutine[Any, Any, str], receive: Receive, request: Request) -> str:
+        """What comes of the check of a grammar, unless the client goes away or its time-out passes before that."""
+        timeout_s = request.timeout_s
+        left_s = None if timeout_s is None else timeout_s - (self._context.clock.now() - request.arrived_s)
+        checked, gone = asyncio.create_task(check, name="grammar check"), asyncio.create_task(_client_gone(receive))
+        try:
+            await asyncio.wait((checked, gone), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            if checked.done():
+                return checked.result()
+            if gone.done():
+                raise ClientDisconnect
+            raise passed_deadline(request)
+        finally:
+            checked.cancel()
+            gone.cancel()
 
     async def _requests(
         self, http: HttpRequest, request_id: str, arrived_s: float, tenant: Tenant
@@ -263,9 +281,13 @@ def _client(scope: Scope, tenant: Tenant) -> str:
 
 async def _watch_client(receive: Receive, group: PromptGroup) -> None:
     """Tell the group when the client goes away. The exchange cancels this at its end."""
+    await _client_gone(receive)
+    group.client_gone("the client went away")
+
+
+async def _client_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    group.client_gone("the client went away")
 
 
 def ignored_header(ignored_fields: Sequence[str]) -> dict[str, str]:

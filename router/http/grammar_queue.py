@@ -32,7 +32,7 @@ class GrammarQueue:
     def enter(self, client: str, trial: bytes) -> bool:
         """Let it wait; it may wait for others already, and then begins with whoever is first. `False`: too many do."""
         line = self._waiting.get(client, ())
-        if trial in self._running.values() or (trial in line and trial in self._asked):
+        if self.is_running(trial) or (trial in line and trial in self._asked):
             return True
         num_free = self._max_waiting - len(self._asked)
         if trial not in line and len(line) + (client in self._running) >= min(self._max_of_one, max(num_free, 1)):
@@ -44,13 +44,25 @@ class GrammarQueue:
             self._waiting.setdefault(client, deque()).append(trial)
         return True
 
+    def leave(self, client: str, trial: bytes, *, is_wanted: bool) -> None:
+        """The client waits for it no more; `is_wanted`: another one does. What is under way goes on until it ends."""
+        if (line := self._waiting.get(client)) is not None and trial in line:
+            line.remove(trial)
+            if not line:
+                del self._waiting[client]
+        if not is_wanted and not self.is_running(trial):
+            self._asked.discard(trial)
+
+    def is_running(self, trial: bytes) -> bool:
+        return trial in self._running.values()
+
     def begin(self) -> tuple[str, bytes] | None:
         """The next trial, with the client whose turn it is; `None`: none may begin."""
         if len(self._running) >= self._num_at_once:
             return None
         while (client := next((each for each in self._waiting if each not in self._running), None)) is not None:
             trial = self._first_of(client)
-            if trial in self._asked and trial not in self._running.values():
+            if trial in self._asked and not self.is_running(trial):
                 self._running[client] = trial
                 return client, trial
         return None

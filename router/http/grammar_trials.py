@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from router.http.grammar_trial_process import BEGUN, MAX_BYTES
-from tandem.core.errors import InternalError
+from tandem.core.errors import CancelledError, InternalError
 from tandem.core.vocabulary import Description
 
 # A trial that has not ended by then has got no processor: nothing in it waits. So much, or so many times what it may
@@ -33,6 +35,40 @@ class Verdict:
     cpu_s: float
 
 
+class TrialEnd:
+    """Ends a trial for which nobody waits any more. From any thread, at any time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._is_over = False
+
+    def end(self) -> None:
+        with self._lock:
+            self._is_over = True
+            if self._socket is not None:
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)  # the fork's end is that of its socket
+
+    def check(self) -> None:
+        """Raises `CancelledError`: it was ended."""
+        if self._is_over:
+            raise CancelledError("nobody waits for this grammar any more")
+
+    @contextlib.contextmanager
+    def of(self, ours: socket.socket) -> Iterator[None]:
+        """While this goes on, the trial at the other end of the socket is what is to be ended. Raises as `check`."""
+        with self._lock:
+            self.check()
+            self._socket = ours
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._socket = None
+        self.check()
+
+
 class GrammarTrials:
     """Tries grammars, from any number of threads. The process starts with the first one.
 
@@ -49,24 +85,29 @@ class GrammarTrials:
         self._door: socket.socket | None = None
         self._is_closed = False
 
-    def try_out(self, text: str) -> Verdict:
+    def try_out(self, text: str, end: TrialEnd | None = None) -> Verdict:
         """Compile the grammar, and make its first masks.
 
-        Raises `InternalError`: the process cannot be started, or has no processor, or the trial failed; or this is
-        closed.
+        Raises:
+            InternalError: the process cannot be started, or has no processor, or the trial failed; or this is closed.
+            CancelledError: it was ended.
         """
+        end = end or TrialEnd()
+        end.check()
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
                 self._hand_over(theirs)
             ours.settimeout(max(_MAX_WAIT_S, _MAX_WAIT_FACTOR * self._max_s))
             try:
-                ours.sendall(json.dumps({"text": text, "max_s": self._max_s}).encode())
-                ours.shutdown(socket.SHUT_WR)
-                said = b""
-                while part := ours.recv(1 << 16):
-                    said += part
+                with end.of(ours):
+                    ours.sendall(json.dumps({"text": text, "max_s": self._max_s}).encode())
+                    ours.shutdown(socket.SHUT_WR)
+                    said = b""
+                    while part := ours.recv(1 << 16):
+                        said += part
             except OSError as error:
+                end.check()
                 self._end_if_gone()
                 raise InternalError(f"the grammar could not be checked: {error}") from error
         if not said:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from hashlib import sha256
 
 from router.http.grammar_queue import GrammarQueue
-from router.http.grammar_trials import GrammarTrials
+from router.http.grammar_trials import GrammarTrials, TrialEnd
 from router.lifecycle.context import RouterContext
 from router.openai.grammar import AskedGrammar, of_schema, parts_of
 from router.openai.model_card import ModelCard
-from tandem.core.errors import InvalidRequestError, OverloadedError, TandemError
+from tandem.core.errors import CancelledError, InvalidRequestError, OverloadedError, TandemError
 from tandem.core.recent import Recent, RecentByCost
 from tandem.core.tokenizer import Tokenizer
 from tandem.core.vocabulary import Vocabulary, description
@@ -53,6 +54,22 @@ class Found:
         return not self.refusal and self.cpu_s >= _COSTLY_S
 
 
+@dataclass(slots=True)
+class _Asked:
+    """A grammar that is tried, or waits for it.
+
+    Attributes:
+        askers: who waits for what comes of it, and for how many requests.
+        found: what comes of it, for all of them.
+        end: of its trial.
+    """
+
+    grammar: AskedGrammar
+    found: asyncio.Future[Found]
+    askers: Counter[str] = field(default_factory=Counter)
+    end: TrialEnd = field(default_factory=TrialEnd)
+
+
 class GrammarCheck:
     """Checks of one router. It is used on the router's loop."""
 
@@ -63,8 +80,8 @@ class GrammarCheck:
         self._trials = _trials(context.tokenizer, card, self._limits.max_grammar_compile_s)
         self._remembered = remembered_grammars()
         self._queue = GrammarQueue(_NUM_AT_ONCE, _MAX_OF_ONE, _MAX_WAITING)
-        # Of grammars that are tried or wait for it: what is asked, and what comes of it, for all who ask.
-        self._asked: dict[bytes, tuple[AskedGrammar, asyncio.Future[Found]]] = {}
+        # All and only grammars that are tried or wait for it.
+        self._asked: dict[bytes, _Asked] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def close(self) -> None:
@@ -73,7 +90,8 @@ class GrammarCheck:
             self._trials.close()
 
     async def check(self, asked: AskedGrammar, client: str) -> str:
-        """The grammar as it travels, where it can be followed.
+        """The grammar as it travels, where it can be followed. Who is cancelled gives up its place, and what nobody
+        else waits for is not tried any further.
 
         Args:
             client: who asks. Clients take turns.
@@ -85,21 +103,36 @@ class GrammarCheck:
         """
         digest = sha256(f"{asked.field}\n{asked.text}".encode()).digest()
         if (found := self._remembered.get(digest)) is None:
-            # Who goes away leaves the verdict to the others.
-            found = await asyncio.shield(self._future(digest, asked, client))
+            found = await self._await_found(digest, asked, client)
         if found.refusal:
             self._metrics.grammars_refused.inc()
             raise InvalidRequestError(found.refusal, field=asked.field)
         return found.text or asked.text
 
-    def _future(self, digest: bytes, asked: AskedGrammar, client: str) -> asyncio.Future[Found]:
+    async def _await_found(self, digest: bytes, grammar: AskedGrammar, client: str) -> Found:
         if not self._queue.enter(client, digest):
-            raise OverloadedError("too many new grammars wait to be compiled", retry_after_s=_RETRY_AFTER_S)
-        if digest not in self._asked:
-            self._asked[digest] = asked, asyncio.get_running_loop().create_future()
-        _, future = self._asked[digest]
+            raise _too_many()
+        if (asked := self._asked.get(digest)) is None:
+            asked = self._asked[digest] = _Asked(grammar, asyncio.get_running_loop().create_future())
+        asked.askers[client] += 1
         self._begin()
-        return future
+        try:
+            return await asyncio.shield(asked.found)
+        except asyncio.CancelledError:
+            self._leave(digest, asked, client)
+            raise
+
+    def _leave(self, digest: bytes, asked: _Asked, client: str) -> None:
+        """One asker goes away."""
+        asked.askers[client] -= 1
+        asked.askers = +asked.askers
+        if asked.found.done() or client in asked.askers:
+            return
+        self._queue.leave(client, digest, is_wanted=bool(asked.askers))
+        if not asked.askers:
+            asked.end.end()
+            if not self._queue.is_running(digest):
+                del self._asked[digest]
 
     def _begin(self) -> None:
         while (turn := self._queue.begin()) is not None:
@@ -108,29 +141,40 @@ class GrammarCheck:
             task.add_done_callback(self._tasks.discard)
 
     async def _try(self, client: str, digest: bytes) -> None:
-        asked, future = self._asked[digest]
+        asked = self._asked[digest]
         try:
-            found = await asyncio.to_thread(self._found, asked)
+            found = await asyncio.to_thread(self._found, asked.grammar, asked.end)
         except Exception as error:  # noqa: BLE001 - it goes to whoever asked
-            future.set_exception(error)
-            future.exception()  # who asked may be gone
+            self._end(client, digest, asked, error)
         else:
             self._remembered.put(digest, found, is_costly=found.is_costly)
-            future.set_result(found)
-        finally:
+            self._end(client, digest, asked, found)
+
+    def _end(self, client: str, digest: bytes, asked: _Asked, found: Found | Exception) -> None:
+        """A trial has ended, with a verdict or without."""
+        self._queue.end(client)
+        has_new = isinstance(found, CancelledError) and bool(asked.askers)  # they have come since it was given up
+        if has_new and self._queue.enter(next(iter(asked.askers)), digest):
+            asked.end = TrialEnd()
+        else:
+            found = _too_many() if has_new else found
             del self._asked[digest]
-            self._queue.end(client)
-            self._begin()
+            if isinstance(found, Found):
+                asked.found.set_result(found)
+            else:
+                asked.found.set_exception(found)
+                asked.found.exception()  # who asked may be gone
+        self._begin()
 
     # -- beside the loop
 
-    def _found(self, asked: AskedGrammar) -> Found:
+    def _found(self, asked: AskedGrammar, end: TrialEnd) -> Found:
         began_s = time.monotonic()
         try:
             read = asked.as_read(self._limits)
-            said, cpu_s = self._said(read)
+            said, cpu_s = self._said(read, end)
             if said:
-                path, said = self._meant(read, said)
+                path, said = self._meant(read, said, end)
                 said = f"{path}: {said}"
             return Found(read.text if asked.is_gbnf else "", said, cpu_s)
         except InvalidRequestError as error:
@@ -138,14 +182,14 @@ class GrammarCheck:
         finally:
             self._metrics.grammar_compile_s.observe(time.monotonic() - began_s)
 
-    def _said(self, asked: AskedGrammar) -> tuple[str, float]:
+    def _said(self, asked: AskedGrammar, end: TrialEnd) -> tuple[str, float]:
         """Why it is refused, or nothing; and the seconds that this took of a processor."""
         if isinstance(self._trials, TandemError):
             return self._trials.message, 0.0
-        verdict = self._trials.try_out(asked.text)
+        verdict = self._trials.try_out(asked.text, end)
         return verdict.refusal, verdict.cpu_s
 
-    def _meant(self, asked: AskedGrammar, said: str) -> tuple[str, str]:
+    def _meant(self, asked: AskedGrammar, said: str, end: TrialEnd) -> tuple[str, str]:
         """The path of the innermost part of a schema of which alone the same is said."""
         path, schema, num_left, left_s = asked.field, asked.schema, _MAX_TRIES, _MAX_SEARCH_S
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema} if schema else {}
@@ -157,12 +201,16 @@ class GrammarCheck:
                     return path, said
                 num_left -= 1
                 alone = of_schema({**shared, **part} if isinstance(part, dict) else part, path, self._limits)
-                said_of_part, cpu_s = self._said(alone)
+                said_of_part, cpu_s = self._said(alone, end)
                 left_s -= cpu_s
                 if said_of_part == said:
                     path, schema, found = f"{path}{step}", part, True
                     break
         return path, said
+
+
+def _too_many() -> OverloadedError:
+    return OverloadedError("too many new grammars wait to be compiled", retry_after_s=_RETRY_AFTER_S)
 
 
 def remembered_grammars() -> RecentByCost[bytes, Found]:

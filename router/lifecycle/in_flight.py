@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from router.lifecycle.context import RouterContext
+from router.lifecycle.deadline import passed_deadline
 from router.observe.trace import Trace
 from router.policy.choose import choose
 from router.policy.first_token import slack_of
@@ -25,7 +26,7 @@ from router.request.request import Delta, Request, TokenGiven, Usage
 from router.workers import wire
 from router.workers.session import WorkerSession
 from tandem.core import fault_points
-from tandem.core.errors import DeadlineError, IncompatibleError, NoWorkerError, TandemError
+from tandem.core.errors import IncompatibleError, NoWorkerError, TandemError
 from tandem.core.identity import Role, WorkerKey
 from tandem.core.states import RequestLife, RequestState
 
@@ -114,9 +115,8 @@ class InFlightRequest:
         if self.request.timeout_s is None:
             yield
             return
-        timeout_s = self.request.timeout_s
-        error = DeadlineError(f"the deadline of {timeout_s:g} s passed", request_id=self.request.request_id)
-        left_s = max(0.0, timeout_s - self.age_s)
+        left_s = max(0.0, self.request.timeout_s - self.age_s)
+        error = passed_deadline(self.request)
         timer = asyncio.get_running_loop().call_later(left_s, self.inbox.put, BrokenOff(error))
         try:
             yield

@@ -104,3 +104,29 @@ def test_what_was_tried_at_anothers_turn_and_is_asked_for_anew_is_tried_at_its_o
     assert queue.begin() == ("own", b"x")
     queue.end("own")
     assert queue.begin() is None
+
+
+def test_who_leaves_gives_up_its_place_and_nothing_is_tried_for_nobody() -> None:
+    queue = GrammarQueue(1, 3, 64)
+    assert all(queue.enter("many", trial) for trial in names("many", 3))
+    assert queue.begin() == ("many", b"many0")
+    queue.leave("many", b"many1", is_wanted=False)
+    assert queue.enter("many", b"new")
+    queue.leave("many", b"many0", is_wanted=False)
+    assert queue.is_running(b"many0"), "until it has ended"
+    queue.end("many")
+    begun = []
+    while (turn := queue.begin()) is not None:
+        begun.append(turn[1])
+        queue.end("many")
+    assert begun == [b"many2", b"new"]
+
+
+def test_what_another_client_waits_for_is_tried_when_one_leaves() -> None:
+    queue = GrammarQueue(1, 3, 64)
+    for client in ("a", "b"):
+        assert queue.enter(client, b"x")
+    queue.leave("a", b"x", is_wanted=True)
+    assert queue.begin() == ("b", b"x")
+    queue.end("b")
+    assert queue.begin() is None

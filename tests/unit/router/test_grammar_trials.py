@@ -10,19 +10,21 @@ import string
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import cast
 
 import pytest
 
 from router.http import grammar_trials
-from router.http.grammar_trials import GrammarTrials
+from router.http.grammar_trials import GrammarTrials, TrialEnd
 from router.openai.grammar import of_choices, of_grammar, of_lark, of_regex, of_schema
 from tandem.core.config import LimitsConfig
-from tandem.core.errors import InternalError, InvalidRequestError
+from tandem.core.errors import CancelledError, InternalError, InvalidRequestError
 from tandem.core.model_path import resolve_model
 from tandem.core.tokenizer import Tokenizer
 from tandem.core.vocabulary import description
+from tests.support.waiting import LONG_S, wait_until
 
 pytestmark = pytest.mark.processes
 LIMITS = LimitsConfig()
@@ -75,6 +77,30 @@ def test_an_expression_that_makes_each_mask_slow_is_refused() -> None:
     with contextlib.closing(trials):
         verdict = trials.try_out(of_regex("x" * 60_000, "f", LIMITS).text)
     assert "ms to choose, and may take 10: it has" in verdict.refusal
+
+
+def children(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+@pytest.mark.parametrize("is_begun", [True, False], ids=["under way", "before it begins"])
+def test_a_trial_that_nobody_waits_for_is_ended(is_begun: bool) -> None:
+    tokenizer = Tokenizer.from_dir(resolve_model("embedded"))
+    trials = GrammarTrials(description(tokenizer, (2,), tokenizer.vocab_size), max_s=60)
+    with contextlib.closing(trials), ThreadPoolExecutor(1) as pool:
+        trials.try_out(of_regex("f", "f", LIMITS).text)
+        process, end = trials._process, TrialEnd()
+        assert process is not None
+        if not is_begun:
+            end.end()
+        trial = pool.submit(trials.try_out, ENDLESS["classes"].text, end)
+        if is_begun:
+            wait_until(lambda: children(process.pid) != [], "its fork", LONG_S)
+            end.end()
+        with pytest.raises(CancelledError, match="nobody waits"):
+            trial.result(LONG_S)
+        wait_until(lambda: children(process.pid) == [], "its end", LONG_S)
+        assert trials.try_out(of_regex("g", "f", LIMITS).text).refusal == "", "others are tried on"
 
 
 def test_a_process_that_ends_is_started_again(trials: GrammarTrials) -> None:

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from router.http import grammars
-from router.http.grammar_trials import GrammarTrials, Verdict
+from router.http.grammar_trials import GrammarTrials, TrialEnd, Verdict
 from router.openai.grammar import AskedGrammar
 from tandem.core.errors import InvalidRequestError
 from tests.support.router_site import Site, opened_site, write_checkpoint
@@ -125,10 +125,11 @@ class Held:
         self.may_go, self.begun = threading.Event(), list[str]()
         try_out = GrammarTrials.try_out
 
-        def held(trials: GrammarTrials, text: str) -> Verdict:
+        def held(trials: GrammarTrials, text: str, end: TrialEnd) -> Verdict:
             self.begun.append(text)
-            assert self.may_go.wait(20)
-            return try_out(trials, text)
+            while not self.may_go.wait(0.01):
+                end.check()
+            return try_out(trials, text, end)
 
         monkeypatch.setattr(GrammarTrials, "try_out", held)
 
@@ -156,6 +157,31 @@ def test_who_asks_for_too_many_new_grammars_is_told_to_wait_and_others_are_serve
         held.may_go.set()
         statuses = sorted(one.result().status_code for one in asked)
     assert statuses == [200] * (most + 1) + [429]
+
+
+def test_a_time_out_ends_the_wait_for_a_grammar_as_any_other(site: Site, held: Held) -> None:
+    answer = post(site, structured_outputs={"regex": "of a time-out"}, timeout=0.05)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline")
+    assert answer.json()["error"]["message"] == "the deadline of 0.05 s passed"
+
+
+def test_clients_that_go_away_give_up_their_places_and_what_is_tried_for_them(site: Site, held: Held) -> None:
+    most = grammars._MAX_OF_ONE
+    body = {"model": "toy", "prompt": "x", "max_tokens": 3}
+
+    def ask_and_go(number: int) -> None:
+        form = {"structured_outputs": {"regex": f"gone{number}"}}
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{site.url}/v1/completions", json=body | form, timeout=0.5)
+
+    with ThreadPoolExecutor(most) as pool:
+        list(pool.map(ask_and_go, range(most)))
+    wait_until(lambda: site.metrics()['tandem_requests_total{outcome="cancelled"}'] >= most, "their ends", 10)
+    with ThreadPoolExecutor(most) as pool:
+        asked = [pool.submit(post, site, structured_outputs={"regex": f"c{{{n}}}"}) for n in range(1, most + 1)]
+        wait_until(lambda: any("c{" in text for text in held.begun), "a turn", 10)
+        held.may_go.set()
+        assert [one.result().status_code for one in asked] == [200] * most
 
 
 def test_many_requests_at_once_with_the_same_new_grammar_wait_for_one_trial(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher
 
 from decode_worker.events import Admitted, ComputesHere, Event, GrantMade
 from decode_worker.receiver_driver import ReceiverDriver
@@ -26,6 +28,8 @@ from tandem.worker.batch import SchedulerLimits
 from tandem.worker.counters import WorkerCounters
 from tandem.worker.drafts import DraftInput, Drafts
 from tandem.worker.guesses import Guesses
+from tandem.worker.guide import Guide
+from tandem.worker.guides import Guides
 from tandem.worker.load import LoadReport
 from tandem.worker.next_step import NextStep
 from tandem.worker.pacing import Pacing
@@ -35,7 +39,7 @@ from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.sequence import FinishReason
 from tests.support.imports import HEAVY, loaded_by
 from tests.support.inline import inline_guides
-from tests.support.scripted_model import score
+from tests.support.scripted_model import TEXTS, score
 
 PAGE = 4
 EOS = 1
@@ -521,6 +525,25 @@ def test_kv_counts_only_up_to_the_first_wrong_guess() -> None:
         num_guesses += world.counters.num_guesses
         num_right += world.counters.num_right_guesses
     assert num_guesses > num_right > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_masks_that_are_late_behind_right_guesses_cost_no_token(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    rng, text = random.Random(seed), [11, 12, 13, 14] * 6
+    grammar = LLMatcher.grammar_from_regex("(" + "".join(TEXTS[token] for token in text[:4]) + ")*")
+
+    def late(_: Guides, guides: Sequence[Guide | None], *, awaits_one: bool) -> set[int]:
+        return set() if awaits_one and rng.random() < 0.5 else {at for at in range(len(guides)) if rng.random() < 0.4}
+
+    monkeypatch.setattr(Guides, "late", late)
+    world = Told(text)
+    params = SamplingParams(temperature=0, max_tokens=len(text), grammar=grammar)
+    world.role.reserve(SESSION, AttemptSpec(AttemptKey("r", 1), 0, (2, 3, 4), params, 1), 99)
+    while world.role.ledger.attempts:
+        world.step()
+    assert [(index, token) for index, token, _ in world.tokens()] == list(enumerate(text))
+    assert 0 < world.counters.num_right_guesses <= world.counters.num_guesses
+    world.assert_empty()
 
 
 def test_choices_beside_each_other_have_guesses_of_their_own() -> None:

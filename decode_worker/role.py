@@ -512,7 +512,10 @@ class DecodeRole:
     def may_plan_behind(self, batch: Batch) -> bool:
         if self._guesses is not None:  # which tokens come decides what is guessed behind them
             return False
-        return all(item.num_tokens == 1 and isinstance(item.sequence.owner, Choice) for item in batch.items)
+        return all(  # whose mask is late has the same place again at the next step
+            item.num_tokens == 1 and isinstance(item.sequence.owner, Choice) and not item.sequence.params.grammar
+            for item in batch.items
+        )
 
     def may_tell_later(self, batch: Batch) -> bool:
         return self._tokens.may_wait(batch)

@@ -163,10 +163,8 @@ class TokenBook:
 
     def may_wait(self, batch: Batch) -> bool:
         """Whether a step of one token of each choice may be given out after the next one is launched; notes then who
-        has ended. A grammar's next mask needs its token, and an error takes the request's other choices with it."""
+        has ended. An error takes the request's other choices with it."""
         if any(isinstance(tokens, TandemError) for tokens in self._sampled):
-            return False
-        if any(item.sequence.params.grammar for item in batch.items):
             return False
         limits = self.limits
         for item, tokens in zip(batch.items, self._sampled, strict=True):

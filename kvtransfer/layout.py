@@ -58,9 +58,14 @@ class LayoutId:
         return 2 * self.page_size * self.num_kv_heads * kv_head_bytes(self.dtype, self.head_dim)
 
     @property
+    def page_bytes(self) -> int:
+        """Bytes of one page. Raises as `extent_bytes`."""
+        return self.num_layers * self.extent_bytes
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of K and V of one token in all layers. Raises as `extent_bytes`."""
-        return (1 + self.num_windowed) * self.num_layers * self.extent_bytes // self.page_size
+        return (1 + self.num_windowed) * self.page_bytes // self.page_size
 
     def num_sent_pages(self, num_tokens: int) -> int:
         """Pages of a prompt of so many tokens that a decode worker needs: those that the next token sees."""

@@ -15,10 +15,12 @@ that see all, then, from place `num_hidden` on, those for the others.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tandem.core.pages import PagePool, PageTable, Shortage, num_hidden_pages, page_table, pages_for, windowed_key
+from tandem.core.windows import Windows, kept_windows
 
 # What `windowed_key` can tell apart.
 _MOST_WINDOWED = 255
@@ -208,3 +210,58 @@ def num_windowed_pages(num_full: int, num_windowed: int) -> int:
     """
     num_pages = -(-num_windowed // num_full) if 0 < num_full <= num_windowed else 0
     return num_pages if num_pages <= _MOST_WINDOWED else 0
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPages:
+    """The pages that a worker keeps of a model's texts.
+
+    Attributes:
+        groups: of its layers.
+        num_layers: of a page.
+        num_all: layers of the model.
+    """
+
+    groups: LayerGroups
+    num_layers: int
+    num_all: int
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether layers with a window have pages of their own."""
+        return self.groups.num_windowed > 0
+
+    def page_bytes(self, token_bytes: float) -> float:
+        """Of one page, where K and V of a token have so many bytes in all layers of the model."""
+        return self.groups.page_size * token_bytes * self.num_layers / self.num_all
+
+    def num_pages(self, num_tokens: int) -> int:
+        """Pages that there are in the memory of K and V of so many tokens in all layers."""
+        return num_tokens * self.num_all // (self.groups.page_size * self.num_layers)
+
+    def num_slots(self, num_pages: int) -> int:
+        """Tokens for which so many pages have room; of a mixed model in texts that are within the window."""
+        return num_pages // self.groups.num_of_place * self.groups.page_size
+
+
+def kept_pages(
+    windows: Windows,
+    num_layers: int,
+    page_size: int,
+    *,
+    on_cpu: bool,
+    mixed: bool = True,
+    max_context: float = math.inf,
+) -> KeptPages:
+    """Of a model with so many layers.
+
+    Args:
+        mixed: workers on CPUs give back pages of mixed models too (`cache.mixed_windows`). Those on GPUs never do:
+            their captured decode steps have one block table for all layers.
+        max_context: tokens of a text, at most; a window that is no shorter hides nothing.
+    """
+    num_windowed = num_windowed_pages(windows.num_full, windows.num_windowed)
+    if num_windowed and on_cpu and mixed and windows.window < max_context:
+        return KeptPages(LayerGroups(page_size, windows.window, num_windowed), windows.num_full, num_layers)
+    window = kept_windows(windows, on_cpu=on_cpu).window
+    return KeptPages(LayerGroups(page_size, window if window < max_context else 0), num_layers, num_layers)

@@ -5,6 +5,7 @@ A YAML file says it. A simulation is told so what to simulate, and workers of a 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -13,9 +14,10 @@ from tandem.core.config_tree import build, key, read_yaml
 from tandem.core.dtypes import PAGE_DTYPES, kv_head_bytes
 from tandem.core.errors import ConfigError
 from tandem.core.identity import Role
+from tandem.core.layer_groups import KeptPages, kept_pages
 from tandem.core.step_table import read_table
 from tandem.core.step_times import Card, Fitted, ModelSize, Roofline, StepTimes
-from tandem.core.windows import Windows, kept_windows, windows_in
+from tandem.core.windows import Windows, windows_in
 
 _GIGA, _TERA = 1e9, 1e12
 
@@ -81,7 +83,9 @@ class CardSpec:
     flops_share: float = key(0.6, "Of the peak that is reached.", minimum=0.01, maximum=1)
     bytes_share: float = key(0.8, "Of the peak that is reached.", minimum=0.01, maximum=1)
     overhead_ms: float = key(2.0, "Of a step, beside computing.", minimum=0)
-    is_cpu: bool = key(False, "Limits of steps, and targets that `slo` leaves open, are those of CPUs.")
+    is_cpu: bool = key(
+        False, "Limits of steps, targets that `slo` leaves open, and pages behind a window are those of CPUs."
+    )
 
 
 @dataclass(frozen=True)
@@ -123,10 +127,10 @@ class TimeModel:
     def pool(self, role: Role) -> PoolSpec:
         return self.prefill if role is Role.PREFILL else self.decode
 
-    @property
-    def kept_window(self) -> int:
-        """The last tokens of a sequence of which a worker keeps K and V; 0: of all."""
-        return kept_windows(self.model.windows, on_cpu=self.card.is_cpu).window
+    def kept_pages(self, page_size: int, *, mixed: bool, max_context: float = math.inf) -> KeptPages:
+        """Of which tokens a worker keeps K and V, and how; `mixed`, `max_context`: as of `kept_pages`."""
+        model, on_cpu = self.model, self.card.is_cpu
+        return kept_pages(model.windows, model.layers, page_size, on_cpu=on_cpu, mixed=mixed, max_context=max_context)
 
     def step_times(self) -> StepTimes:
         """Raises `ConfigError` where the profile cannot be used."""

@@ -84,8 +84,8 @@ def num_pairs_in_window(start: int, num_new: int, window: int) -> float:
 def kept_windows(windows: Windows, *, on_cpu: bool) -> Windows:
     """Of which tokens of a sequence a worker keeps K and V where a page holds all layers: as far back as one sees.
 
-    Mixed models keep less on CPUs, in pages that hold some of the layers (`tandem.core.layer_groups`), and all on GPUs.
-    Plans, which are for GPUs, and the simulator reckon with all; they ask here.
+    Mixed models keep less on CPUs, in pages that hold some of the layers: `kept_pages` in `tandem.core.layer_groups`
+    knows both.
     """
     if not windows.are_everywhere:
         return NO_WINDOWS

@@ -47,6 +47,7 @@ class SimulatedEngine:
         time_model: a file as of `tandem.core.time_model`.
         role: whose room for tokens it has.
         max_context: a limit below the model's own, in tokens.
+        mixed: as of `Engine.load`.
 
     Raises:
         ConfigError: the time model is wrong, or there is no room for a page.
@@ -57,7 +58,14 @@ class SimulatedEngine:
     pooling = None
 
     def __init__(
-        self, model_dir: Path, time_model: Path, role: Role, *, page_size: int, max_context: int | None
+        self,
+        model_dir: Path,
+        time_model: Path,
+        role: Role,
+        *,
+        page_size: int,
+        max_context: int | None,
+        mixed: bool = False,
     ) -> None:
         config, spec = loader.load_config(model_dir), read_time_model(time_model)
         if read_pooling(model_dir) is not None:
@@ -68,15 +76,15 @@ class SimulatedEngine:
                 f"{time_model}: {role.value}.tokens is {room}, which is not a page of {page_size} tokens",
                 key=f"{role.value}.tokens",
             )
+        self.max_context = loader.context_of(config, max_context)
+        kept = spec.kept_pages(page_size, mixed=mixed, max_context=self.max_context)
         head_dim = SIMULATED_TOKEN_BYTES // (2 * DTYPE_BYTES["float32"])
         self.layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=head_dim, page_size=page_size, dtype="float32")
-        self.arena = KVArena(self.layout, room // page_size)
+        self.arena = KVArena(self.layout, kept.num_pages(room))
         self.num_pages = self.arena.num_pages
         self.vocab_size = int(config.get_text_config(decoder=True).vocab_size)
         self.eos_token_ids = loader.eos_of(model_dir, config)
-        self.max_context = loader.context_of(config, max_context)
-        self.window = spec.kept_window if spec.kept_window < self.max_context else 0
-        self.num_windowed = 0
+        self.window, self.num_windowed = kept.groups.window, kept.groups.num_windowed
         self.types = Types.all_of(self.layout.dtype)
         # Both roles read one file; whose times differ must not share a cluster by mistake.
         shape = repr((replace(spec, prefill=spec.decode), self.vocab_size, self.max_context))

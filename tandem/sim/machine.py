@@ -125,7 +125,7 @@ class Machine:
         self._on_tier_news = on_tier_news
         self._tier_news: tuple[dict[bytes, bool], dict[bytes, bool]] = {}, {}
         if tiers is not None and prefix_cache:
-            page_bytes = kv_format.layout.token_bytes * page_size
+            page_bytes = kv_format.layout.page_bytes
             self._scheduler.tiers = self._tiers = simulated_tiers(
                 tiers, kernel, self._scheduler, page_bytes, self.between_steps, self._hear_tiers
             )

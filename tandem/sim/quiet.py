@@ -5,8 +5,9 @@ pages stays as it is, until a sequence comes, ends, or finds no page. With a pre
 and the oldest cached ones make room for new ones, as many and the same ones as in single steps: nobody comes meanwhile
 who would find a page, and so change which is the oldest.
 
-Where all layers have a window, pages also leave their sequences, and some that a step takes have left another one in
-the step before. So there they are taken and given back in the order in which single steps would (`_changes`).
+Where layers have a window, pages also leave their sequences, and some that a step takes have left another one in the
+step before. So there they are taken and given back in the order in which single steps would (`_changes`). In a mixed
+model a sequence takes several at once, and gives those of the layers with a window back.
 """
 
 from __future__ import annotations
@@ -24,33 +25,47 @@ from tandem.worker.sequence import Sequence
 def quiet_steps(scheduler: BatchScheduler, most: int) -> int:
     """How many steps follow, up to `most`, in which each running sequence gets a token, none ends, and all find pages;
     0: the next one must be planned."""
-    running, pool, window = scheduler.running, scheduler.pool, scheduler.limits.window
+    running, window = scheduler.running, scheduler.limits.window
     if scheduler.waiting or not 0 < len(running) <= scheduler.limits.max_num_batched_tokens:
         return 0
     for sequence in running:
         if not sequence.is_decode or sequence.guesses or sequence.scoring is not None or sequence.pooling is not None:
             return 0
-        if len(sequence.pages) > sequence.num_hidden and pool.references(sequence.pages[-1]) > 1:
-            return 0  # it would be copied
-        if scheduler.prefix_cache and not window and sequence.num_published < sequence.num_computed // pool.page_size:
-            return 0  # pages that came computed enter the cache a part in each step
+        if _would_be_copied(scheduler, sequence) or (scheduler.prefix_cache and _has_to_publish(scheduler, sequence)):
+            return 0
         most = min(most, sequence.params.max_tokens - sequence.num_output - 1)
     if most < 1:
         return 0
-    if _num_new_pages(scheduler, most) <= pool.num_available:
+    num_available = scheduler.pool.num_available
+    if _num_new_pages(scheduler, most) <= num_available:
         return most
     if window:
         return _steps_with_pages(scheduler, most)
     low, high = 0, most  # `low` steps find pages, `high` do not
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if _num_new_pages(scheduler, middle) <= pool.num_available else (low, middle)
+        low, high = (middle, high) if _num_new_pages(scheduler, middle) <= num_available else (low, middle)
     return low
 
 
+def _would_be_copied(scheduler: BatchScheduler, sequence: Sequence) -> bool:
+    """Whether the page that it writes to may be another's too."""
+    num_places = len(sequence.pages)
+    last = scheduler.groups.listed(sequence.pages, sequence.windowed, sequence.num_hidden, num_places - 1)
+    return any(scheduler.pool.references(page) > 1 for page in last)
+
+
+def _has_to_publish(scheduler: BatchScheduler, sequence: Sequence) -> bool:
+    """Whether pages that came computed are left to enter the cache, a part in each step."""
+    if not scheduler.limits.window:
+        return sequence.num_published < sequence.num_computed // scheduler.pool.page_size
+    return scheduler.limits.num_windowed > 0 and sequence.num_published < sequence.num_hidden
+
+
 def _num_new_pages(scheduler: BatchScheduler, num_steps: int) -> int:
+    """With none given back."""
     size = scheduler.pool.page_size
-    return sum(
+    return scheduler.groups.num_of_place * sum(
         max(0, pages_for(sequence.num_computed + num_steps, size) - len(sequence.pages))
         for sequence in scheduler.running
     )
@@ -96,8 +111,9 @@ def quiet_times(scheduler: BatchScheduler, times: StepTimes) -> Iterator[float]:
 
 
 def _changes(scheduler: BatchScheduler, num_steps: int) -> Iterator[tuple[int, Sequence, range]]:
-    """In which of the steps that follow, counted from 1, who takes a page (then the range is empty), or gives back
-    leading ones that no token sees any more: these. In their order: in a step all take theirs before any gives back.
+    """In which of the steps that follow, counted from 1, who takes the pages of a place (then the range is empty), or
+    gives back those of leading places that no layer with a window sees any more: these. In their order: in a step all
+    take theirs before any gives back.
     """
     size, window, running = scheduler.pool.page_size, scheduler.limits.window, scheduler.running
     starts = [sequence.num_computed for sequence in running]
@@ -128,13 +144,15 @@ def _changes(scheduler: BatchScheduler, num_steps: int) -> Iterator[tuple[int, S
 def _steps_with_pages(scheduler: BatchScheduler, most: int) -> int:
     """Of `most` steps the first ones in which all find pages. A page that several have comes back with the last of
     them; here it counts as never coming back."""
-    pool, num_available = scheduler.pool, scheduler.pool.num_available
+    pool, num_available, of_place = scheduler.pool, scheduler.pool.num_available, scheduler.groups.num_of_place
     for step, sequence, given in _changes(scheduler, most):
         if given:
-            held = sequence.pages[given.start : given.stop]  # those behind them are taken in these steps
-            num_available += len(given) - sum(pool.references(page) > 1 for page in held)
-        elif num_available:
-            num_available -= 1
+            table, of_given = scheduler.sliding(sequence)
+            # Those behind them are taken in these steps.
+            held = table[given.start * of_given : given.stop * of_given]
+            num_available += len(given) * of_given - sum(pool.references(page) > 1 for page in held)
+        elif num_available >= of_place:
+            num_available -= of_place
         else:
             return step - 1
     return most
@@ -148,8 +166,7 @@ def _advance_in_windows(scheduler: BatchScheduler, num_steps: int, token_of: Cal
             _add_tokens(sequence, starts[id(sequence)] + step, token_of)
             scheduler.slide(sequence)
         else:
-            pages = scheduler.pool.allocate(1)
-            assert pages is not None, "quiet_steps has counted them"
-            sequence.pages.extend(pages)
+            is_there = scheduler.grow(sequence, len(sequence.pages) + 1)
+            assert is_there, "quiet_steps has counted them"
     for sequence, end in zip(scheduler.running, ends, strict=True):
         _add_tokens(sequence, end, token_of)

@@ -18,6 +18,7 @@ from tandem.core.config import MOST_SEQS, Config, SloConfig
 from tandem.core.config_tree import build, key, read_yaml
 from tandem.core.errors import ConfigError
 from tandem.core.identity import Role
+from tandem.core.layer_groups import KeptPages
 from tandem.core.time_model import PoolSpec, TimeModel, beside
 from tandem.sim.conversations import ConversationPlan, closed, drawn_conversations
 from tandem.sim.faults import Death, FaultShape, SlowLink, parse_fault
@@ -225,28 +226,40 @@ class Scenario(TimeModel):
     @property
     def _tiers(self) -> TierShape | None:
         cache, node = self.tandem.cache, self.node
-        if not cache.host_bytes and not cache.disk_path:
+        if self._kept.is_mixed or not (cache.host_bytes or cache.disk_path):
             return None
         disk_bytes = cache.disk_bytes if cache.disk_path else 0
         return TierShape(cache.host_bytes, disk_bytes, node.host_gb_per_s * _GIGA, node.disk_gb_per_s * _GIGA)
 
     @property
+    def _kept(self) -> KeptPages:
+        cache = self.tandem.cache
+        return self.kept_pages(cache.page_size, mixed=cache.mixed_windows)
+
+    @property
     def _kv_format(self) -> KvFormat:
-        model = self.model
+        model, kept = self.model, self._kept
         layout = LayoutId(
-            "0" * 64, model.kv_dtype, model.layers, model.kv_heads, model.head_dim, self.tandem.cache.page_size,
-            window=self.kept_window,
+            "0" * 64, model.kv_dtype, kept.num_layers, model.kv_heads, model.head_dim, kept.groups.page_size,
+            window=kept.groups.window, num_windowed=kept.groups.num_windowed,
         )  # fmt: skip
         return KvFormat(layout, "simulated")
 
+    def num_pages(self, pool: PoolSpec) -> int:
+        """Of each of its workers."""
+        return max(1, self._kept.num_pages(pool.tokens))
+
+    def most_tokens(self, pool: PoolSpec) -> int:
+        """Of the longest text that one of its workers keeps."""
+        return self._kept.groups.most_tokens(self.num_pages(pool), self.tandem.scheduling.chunk_size)
+
     def _pool(self, role: Role, pool: PoolSpec) -> PoolShape:
-        site = Site(role, on_cpu=self.card.is_cpu)
+        kept, num_pages = self._kept, self.num_pages(pool)
+        site, groups = Site(role, on_cpu=self.card.is_cpu), kept.groups
+        limits = scheduler_limits(self.tandem, site, kept.num_slots(num_pages), groups.window, groups.num_windowed)
+        # A real worker refuses beyond its bound; here all wait.
         return PoolShape(
-            pool.workers,
-            max(1, pool.tokens // self.tandem.cache.page_size),
-            # A real worker refuses beyond its bound; here all wait.
-            replace(scheduler_limits(self.tandem, site, pool.tokens, self.kept_window), queue_bound=sys.maxsize),
-            bounds=self._bounds(role, pool),
+            pool.workers, num_pages, replace(limits, queue_bound=sys.maxsize), bounds=self._bounds(role, pool)
         )
 
     def _bounds(self, role: Role, pool: PoolSpec) -> Range:
@@ -315,7 +328,6 @@ def _drawn(scenario: Scenario) -> list[Arrival]:
     if not load.conversations:
         return drawn(load.requests, load.rate, inputs, outputs, seed, load.common_tokens)
     pools = [pool for pool in (scenario.prefill, scenario.decode) if pool.workers]
-    page_size = scenario.tandem.cache.page_size
     plan = ConversationPlan(
         load.conversations,
         Lengths(load.turns, load.turns_spread),
@@ -325,6 +337,6 @@ def _drawn(scenario: Scenario) -> list[Arrival]:
         load.concurrency,
         load.rate,
         load.common_tokens,
-        most_tokens=min(pool.tokens // page_size * page_size for pool in pools),
+        most_tokens=min(scenario.most_tokens(pool) for pool in pools),
     )
     return drawn_conversations(plan, seed)

@@ -39,7 +39,7 @@ from tandem.core.errors import (
 )
 from tandem.core.identity import Role, WorkerKey
 from tandem.core.page_keys import PageKeys
-from tandem.core.pages import num_hidden_pages, page_table, pages_for
+from tandem.core.pages import pages_for
 from tandem.core.sampling import SampledToken, SamplingParams
 from tandem.core.token_ids import token_ids
 from tandem.sim.cores import SharedCores
@@ -316,7 +316,7 @@ class World:
         self._jobs[job.key.request_id] = job
         self._known.foresee(job, [key for key in (route.prefill, route.decode) if key is not None])
         decode = self.machines[job.decode]
-        num_pages = pages_for(job.num_tokens, decode.pool.page_size)
+        num_pages = self.shape.kv_format.layout.num_sent_pages(job.num_tokens)
         computes = job.max_local_tokens >= job.num_tokens
         self._known.send(job, decode, job.num_tokens if computes else 0, num_pages, self._reserve)
         if job.prefill is not None:
@@ -397,20 +397,32 @@ class World:
         assert job.began_s is not None
         assert job.granted_s is not None
         shape, key, now_s = self.shape, job.prefill, self.kernel.now_s
-        page_size, chunk_size = shape.kv_format.layout.page_size, shape.prefill.limits.chunk_size
-        num_computed, num_sent = (job.num_tokens - num * page_size for num in (len(job.cached), job.num_leading))
         bytes_per_s = shape.bytes_per_s * shape.faults.link_share(key.worker_id, now_s)
-        of_token_s = shape.kv_format.layout.token_bytes / bytes_per_s
-        num_last = min(num_sent, num_computed % chunk_size or chunk_size)
+        num_sent, num_last = self._bytes_to_send(job)
         start_s = max(self._link_free_s[key], job.began_s, job.granted_s)
-        end_s = max(start_s + num_sent * of_token_s, now_s + num_last * of_token_s)
+        end_s = max(start_s + num_sent / bytes_per_s, now_s + num_last / bytes_per_s)
         self._link_free_s[key] = end_s
         self.kernel.at(end_s + shape.latency_s, partial(self._sent, job))
 
+    def _bytes_to_send(self, job: Job) -> tuple[int, int]:
+        """Of all that decode lacks of a prompt, and of what the last chunk has of that."""
+        layout, chunk_size = self.shape.kv_format.layout, self.shape.prefill.limits.chunk_size
+        groups, num_tokens = layout.groups, job.num_tokens
+        num_there = job.num_there if groups.num_windowed else len(job.cached)
+        num_in_chunk = (num_tokens - num_there * layout.page_size) % chunk_size or chunk_size
+        if not groups.num_windowed:
+            num_sent = num_tokens - job.num_leading * layout.page_size
+            return num_sent * layout.token_bytes, min(num_sent, num_in_chunk) * layout.token_bytes
+        end, num_hidden = groups.num_handed_off(num_tokens), groups.num_hidden(num_tokens)
+        first = groups.index_of(max(0, num_tokens - num_in_chunk) // layout.page_size, num_hidden)
+        num_sent = end - job.num_leading
+        return num_sent * layout.page_bytes, min(num_sent, end - first) * layout.page_bytes
+
     def _first_sent(self, job: Job) -> int:
-        """The first token of a prompt that an output sees, by whole pages: those before it are not sent."""
-        layout = self.shape.kv_format.layout
-        return num_hidden_pages(job.num_tokens, layout.page_size, layout.window) * layout.page_size
+        """The first token of a prompt that an output sees in some layer, by whole pages: those before it are not
+        sent."""
+        groups = self.shape.kv_format.layout.groups
+        return 0 if groups.num_windowed else groups.num_hidden(job.num_tokens) * groups.page_size
 
     def _sent(self, job: Job) -> None:
         prefill, decode = self._prefill_of(job), self.machines[job.decode]
@@ -439,11 +451,17 @@ class World:
         """Into the next step's batch, with the pages that it has here."""
         decode = self.machines[job.decode]
         job.sequence, job.is_admitted = choice, True
-        choice.num_hidden, choice.num_published = job.num_hidden, job.num_leading
-        choice.pages = page_table([*[0] * job.num_hidden, *job.cached, *job.pages])
+        choice.num_published = job.num_there
+        self._lay_out(choice, job.num_hidden, [*job.cached, *job.pages])
         decode.ledger.set_state(job, state)
         decode.scheduler.enter(choice)
         decode.wake()
+
+    def _lay_out(self, choice: Choice, num_hidden: int, pages: Sequence[int]) -> None:
+        """Of its prompt it holds these, in one list."""
+        groups = self.shape.kv_format.layout.groups
+        choice.num_hidden = num_hidden
+        choice.pages, choice.windowed = groups.tables(pages, num_hidden, pages_for(choice.num_prompt, groups.page_size))
 
     def _reserve(self, job: Job) -> None:
         if job.is_over:
@@ -516,7 +534,7 @@ class World:
         # A retry is not paced: it has waited long enough.
         prompt.paced, prompt.yields = job.key.attempt == 1 and not job.unpaced, job.key.attempt == 1
         prompt.turn, prompt.samples = job.turn, not job.num_known
-        prompt.num_computed = prompt.num_cached = job.num_leading * self.shape.kv_format.layout.page_size
+        prompt.num_computed = prompt.num_cached = job.num_there * self.shape.kv_format.layout.page_size
         self._enter(job, prompt, AttemptState.COMPUTING)
         decode = self.machines[job.decode]
         job.request.turn.granted()
@@ -528,7 +546,7 @@ class World:
         decode.ledger.set_state(job, AttemptState.RUNNING)
         num_hidden, pages = prompt.num_hidden, decode.scheduler.remove(prompt)
         prompt.turn, prompt.paced, prompt.yields, prompt.samples = job.own_turn, False, False, True
-        prompt.num_hidden, prompt.pages = num_hidden, page_table([*[0] * num_hidden, *pages])
+        self._lay_out(prompt, num_hidden, pages)
         prompt.token_ids += token_ids([token_of(prompt)]) * job.num_known
         decode.scheduler.enter(prompt)
 
@@ -760,11 +778,12 @@ def _check_fits(arrival: Arrival, schedulers: Iterable[BatchScheduler]) -> None:
     for scheduler in schedulers:
         needed, pool = scheduler.most_pages(num_tokens), scheduler.pool
         if needed > pool.num_pages:
-            # Of a text with windows it may be less than all that has to fit.
-            kept = f", and {needed * pool.page_size} are kept at a time" if scheduler.limits.window else ""
+            # Of a text with windows it may be less than all that has to fit; a page may have some of the layers.
+            unit, of_page = ("pages", 1) if scheduler.limits.num_windowed else ("tokens", pool.page_size)
+            kept = f", of which {needed * of_page} {unit} are kept at a time" if scheduler.limits.window else ""
             raise ConfigError(
                 f"request {arrival.number} has {arrival.num_input} + {arrival.num_output} tokens{kept}, and a worker "
-                f"has room for {pool.num_pages * pool.page_size}; raise tokens of both pools, or take a load of "
+                f"has room for {pool.num_pages * of_page}; raise tokens of both pools, or take a load of "
                 "shorter ones",
                 key="prefill.tokens",
             )

@@ -41,6 +41,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from operator import attrgetter
 
 from tandem.core.errors import InvalidRequestError, OverloadedError
@@ -427,7 +428,7 @@ class BatchScheduler:
             return
         if self.prefix_cache:
             self._publish_between(sequence, max(sequence.num_published, sequence.num_hidden), num_hidden)
-        table, of_place = self._sliding(sequence)
+        table, of_place = self.sliding(sequence)
         behind = slice(sequence.num_hidden * of_place, num_hidden * of_place)
         num_available = self.pool.num_available
         self.pool.release(table[behind])
@@ -443,7 +444,7 @@ class BatchScheduler:
             assert taken is not None  # no more than came back just now
             table.extend(taken)
 
-    def _sliding(self, sequence: Sequence) -> tuple[PageTable[int], int]:
+    def sliding(self, sequence: Sequence) -> tuple[PageTable[int], int]:
         """The table whose pages are given back behind the window, and how many of them a place has."""
         num_windowed = self.limits.num_windowed
         return (sequence.windowed, num_windowed) if num_windowed else (sequence.pages, 1)
@@ -527,19 +528,30 @@ class BatchScheduler:
             for index in range(first * of_place, min((last + 1) * of_place, len(table)))
             if self._is_shared(table[index])
         ]
-        num_new = [max(0, (last + 1) * of_place - len(table)) for table, of_place in tables]
-        pages = self.pool.allocate(len(shared) + sum(num_new))
-        if pages is None:
+        targets = self._take_places(sequence, last + 1, len(shared))
+        if targets is None:
             return False
-        for table, index in shared:  # copy on write: another choice still reads the old page
-            target = pages.pop(0)
+        for (table, index), target in zip(shared, targets, strict=True):  # another choice still reads the old page
             batch.copies.append((table[index], target))
             self._copied.append(table[index])
             table[index] = target
-        for (table, _), num in zip(tables, num_new, strict=True):
-            table.extend(pages[:num])
-            del pages[:num]
         return True
+
+    def grow(self, sequence: Sequence, num_places: int) -> bool:
+        """Give it pages for so many places; `False`: they cannot be had."""
+        return self._take_places(sequence, num_places, 0) is not None
+
+    def _take_places(self, sequence: Sequence, num_places: int, num_beside: int) -> list[int] | None:
+        """Pages for so many places, and others beside them, which are returned; `None`: they cannot be had."""
+        tables = self._tables(sequence)
+        num_new = [max(0, num_places * of_place - len(table)) for table, of_place in tables]
+        pages = self.pool.allocate(num_beside + sum(num_new))
+        if pages is None:
+            return None
+        beside, taken = pages[:num_beside], iter(pages[num_beside:])
+        for (table, _), num in zip(tables, num_new, strict=True):
+            table.extend(islice(taken, num))
+        return beside
 
     def _must_copy(self, sequence: Sequence) -> bool:
         """Whether the place of its next token is in a page that others have, too."""

@@ -44,6 +44,7 @@ def load_engine(
             role,
             page_size=config.cache.page_size,
             max_context=max_context,
+            mixed=config.cache.mixed_windows,
         )
     if isinstance(kept, Engine):
         if not kept.on_cpu:

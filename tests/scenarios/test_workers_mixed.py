@@ -6,6 +6,7 @@ With all their pages kept its contexts would be longer than the pools.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +15,14 @@ from typing import Any
 import pytest
 
 from decode_worker.worker import DecodeWorker
+from tandem.core.config_tree import build
+from tandem.core.identity import Role
 from tandem.core.layer_groups import LayerGroups
 from tandem.engine.random_model import ModelSpec, save
 from tandem.rpc.v1 import common_pb2 as pb
+from tandem.sim.load import Arrival
+from tandem.sim.scenario import Scenario
+from tandem.sim.world import World
 from tandem.worker.process import WorkerProcess
 from tests.support.scripted_router import Ask, Router
 from tests.support.worker_pair import (
@@ -99,7 +105,8 @@ async def test_layers_with_a_window_hold_no_more_than_it(
 ) -> None:
     for num_prompt, num_output in ((70, 15), (700, 150)):
         ask = Ask(prompt_of(num_prompt, seed=2), params(num_output), local=local)
-        with most_held(mixed.prefill) as at_prefill, most_held(mixed.decode) as at_decode:
+        schedulers = [worker.parts.scheduler for worker in (mixed.prefill, mixed.decode)]
+        with most_held(schedulers[0]) as at_prefill, most_held(schedulers[1]) as at_decode:
             async with Router(mixed) as router:
                 (outcome,) = await router.ask(ask)
                 await mixed.settled()
@@ -108,7 +115,28 @@ async def test_layers_with_a_window_hold_no_more_than_it(
         assert at_prefill["pages"] <= (0 if local else of_prompt + 3 * MOST_PLACES)
         most_decoding = max(of_prompt + 3 * MOST_PLACES if local else 0, of_all + 3 * MOST_DECODING)
         assert of_all <= at_decode["pages"] <= most_decoding
+        assert most_held_by_simulated(num_prompt, num_output, local=local > 0) == (
+            at_prefill["pages"], at_decode["pages"]
+        )  # fmt: skip
         mixed.drop_caches()
+
+
+def most_held_by_simulated(num_prompt: int, num_output: int, *, local: bool) -> tuple[int, int]:
+    """By a simulated pair of workers, whose memory has as many pages."""
+    text = {
+        "prefill": {"workers": 1 - local, "tokens": -(-NUM_PAGES * PAGE * 3 // 10)},
+        "decode": {"tokens": -(-NUM_PAGES * PAGE * 3 // 10)},
+        "model": {"layers": 10, "window": WINDOW, "full_layers": 3},
+        "times": "fitted",
+        "card": {"is_cpu": True},
+        "tandem": CONFIG,
+    }
+    world = World(build(Scenario, text).shape(), at_once=False)
+    with contextlib.ExitStack() as stack:
+        seen = {machine.role: stack.enter_context(most_held(machine.scheduler)) for machine in world.machines.values()}
+        world.run([Arrival(0, 0.0, num_prompt, num_output)])
+    assert {machine.pool.num_pages for machine in world.machines.values()} == {NUM_PAGES}
+    return 0 if local else seen[Role.PREFILL]["pages"], seen[Role.DECODE]["pages"]
 
 
 async def test_many_at_once_preempt_each_other_and_end(mixed: WorkerPair, oracle_of_mixed: Oracle) -> None:

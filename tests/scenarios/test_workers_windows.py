@@ -101,7 +101,8 @@ async def test_pages_stay_bounded_while_the_context_grows_ten_times(
 ) -> None:
     for num_prompt, num_output in ((70, 15), (700, 150)):
         ask = Ask(prompt_of(num_prompt, seed=2), params(num_output), local=local)
-        with most_held(windowed.prefill) as at_prefill, most_held(windowed.decode) as at_decode:
+        schedulers = [worker.parts.scheduler for worker in (windowed.prefill, windowed.decode)]
+        with most_held(schedulers[0]) as at_prefill, most_held(schedulers[1]) as at_decode:
             async with Router(windowed) as router:
                 (outcome,) = await router.ask(ask)
                 await windowed.settled()

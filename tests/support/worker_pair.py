@@ -29,6 +29,7 @@ from tandem.engine.random_model import ModelSpec, save
 from tandem.worker.batch import SchedulerLimits
 from tandem.worker.parts import WorkerPlace
 from tandem.worker.process import WorkerProcess
+from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.step_engine import StepEngine
 from tests.support.waiting import nothing, until
 
@@ -335,10 +336,9 @@ def oracle(worker_model_dir: Path) -> Oracle:
 
 
 @contextlib.contextmanager
-def most_held(worker: AnyWorker) -> Iterator[dict[str, int]]:
-    """The most pages that are in use or reserved at the end of a step meanwhile."""
-    scheduler, seen = worker.parts.scheduler, {"pages": 0}
-    apply = scheduler.apply
+def most_held(scheduler: BatchScheduler) -> Iterator[dict[str, int]]:
+    """The most pages of a worker that are in use or reserved at the end of a step meanwhile."""
+    seen, apply = {"pages": 0}, scheduler.apply
 
     def watched(*step: Any) -> None:
         apply(*step)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.core.errors import ConfigError
+from tandem.core.layer_groups import LayerGroups, kept_pages
 from tandem.core.step_times import Card, ModelSize, Roofline, Terms
 from tandem.core.time_model import CardSpec, ModelSpec, TimeModel
 from tandem.core.windows import GPU_BLOCK_TOKENS, NO_WINDOWS, Windows, kept_windows, windows_in, windows_of
@@ -59,6 +62,20 @@ def test_pages_are_kept_as_workers_keep_them() -> None:
         assert kept_windows(GEMMA, on_cpu=on_cpu) == kept_windows(NO_WINDOWS, on_cpu=on_cpu) == NO_WINDOWS
 
 
+def test_pages_of_a_mixed_model_hold_as_many_layers_as_see_all() -> None:
+    """Of a Gemma 3 27B ten of 62: in the same memory there are 62 pages for each ten, of which a place has seven."""
+    kept = kept_pages(Windows(1024, 52, 10), 62, 32, on_cpu=True)
+    assert (kept.groups, kept.num_layers, kept.is_mixed) == (LayerGroups(32, 1024, 6), 10, True)
+    assert kept.page_bytes(62 * 100) == 32 * 10 * 100
+    assert kept.num_pages(100_000) == 100_000 * 62 // (32 * 10)
+    assert kept.num_slots(71) == 10 * 32
+    whole = kept_pages(Windows(1024, 52, 10), 62, 32, on_cpu=False)
+    assert (whole.groups, whole.num_layers, whole.is_mixed) == (LayerGroups(32), 62, False)
+    assert (whole.num_pages(100_000), whole.num_slots(71)) == (3125, 71 * 32)
+    # Where fewer layers have a window than see all, nothing is gained.
+    assert not kept_pages(Windows(1024, 2, 4), 6, 32, on_cpu=True).is_mixed
+
+
 def test_what_published_configs_say() -> None:
     assert windows_of({"model_type": "mistral", "num_hidden_layers": 32, "sliding_window": 4096}) == Windows(4096, 32)
     assert windows_of({"model_type": "mistral", "num_hidden_layers": 32, "sliding_window": None}) == NO_WINDOWS
@@ -80,9 +97,16 @@ def test_a_time_model_says_what_its_layers_see() -> None:
     assert model.windows == GEMMA == windows_in(16, 6, 1)
     for times in ("roofline", "fitted"):
         assert TimeModel(model=model, times=times).step_times().windows == GEMMA
-    assert TimeModel(model=model).kept_window == 0
-    assert TimeModel(model=ModelSpec(window=16)).kept_window == 16 + GPU_BLOCK_TOKENS
-    assert TimeModel(model=ModelSpec(window=16), card=CardSpec(is_cpu=True)).kept_window == 16
+    on_gpu, on_cpu = CardSpec(), CardSpec(is_cpu=True)
+
+    def kept(model: ModelSpec, card: CardSpec, *, mixed: bool = True, max_context: float = math.inf) -> LayerGroups:
+        return TimeModel(model=model, card=card).kept_pages(8, mixed=mixed, max_context=max_context).groups
+
+    assert kept(model, on_gpu) == kept(model, on_cpu, mixed=False) == LayerGroups(8)
+    assert kept(model, on_cpu) == LayerGroups(8, 16, 5)
+    assert kept(model, on_cpu, max_context=16) == LayerGroups(8)
+    assert kept(ModelSpec(window=16), on_gpu) == LayerGroups(8, 16 + GPU_BLOCK_TOKENS)
+    assert kept(ModelSpec(window=16), on_cpu) == LayerGroups(8, 16)
     with pytest.raises(ConfigError, match=r"without model\.window all layers see all"):
         ModelSpec(full_layers=3)
     with pytest.raises(ConfigError, match="32 of 32 layers, so none has a window"):

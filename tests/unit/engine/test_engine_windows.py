@@ -114,12 +114,16 @@ def test_pages_behind_the_window_may_be_anybodys(model_dir: Path, kernels: str, 
 def test_a_simulated_engine_gives_back_the_pages_that_its_model_would(tmp_path: Path) -> None:
     file = tmp_path / "times.yaml"
 
-    def engine_of(model: str) -> SimulatedEngine:
+    def engine_of(model: str, *, mixed: bool = False) -> SimulatedEngine:
         times = "times: fitted\nfitted: {base_ms: 0, read_ns: 1.0e+6}\ncard: {is_cpu: true}\n"
         file.write_text(f"{times}model: {model}\n")
-        return SimulatedEngine(resolve_model(EMBEDDED_MODEL), file, Role.DECODE, page_size=4, max_context=500)
+        path, settings = resolve_model(EMBEDDED_MODEL), {"page_size": 4, "max_context": 500, "mixed": mixed}
+        return SimulatedEngine(path, file, Role.DECODE, **settings)  # type: ignore[arg-type]
 
-    assert engine_of("{window: 20, full_layers: 1}").window == 0
+    one_sees_all = "{layers: 6, window: 20, full_layers: 1}"
+    whole, mixed = engine_of(one_sees_all), engine_of(one_sees_all, mixed=True)
+    assert (whole.window, whole.num_windowed, whole.num_pages) == (0, 0, 25_000)
+    assert (mixed.window, mixed.num_windowed, mixed.num_pages) == (20, 5, 6 * 25_000)
     assert engine_of("{window: 4000}").window == 0, "no context is as long"
     engine = engine_of("{window: 20}")
     assert engine.window == 20

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.core.layer_groups import kept_pages
 from tandem.core.pages import PagePool, page_table
 from tandem.core.sampling import SamplingParams
 from tandem.core.step_times import Fitted
@@ -27,13 +28,22 @@ LIMITS = SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=64, chunk_size=1
 @dataclass(frozen=True)
 class Load:
     """Lengths of prompts and outputs, pages of the pool, how many steps are taken first, to get anywhere, whether
-    prompts that begin like earlier ones find their pages, and what layers see. Pages leave where all have a window."""
+    prompts that begin like earlier ones find their pages, and what layers see. Pages leave where all have a window, and
+    on CPUs also where some have; there the pool is for as many places."""
 
     requests: tuple[tuple[int, int], ...]
     num_pages: int
     num_before: int
     keeps_prefixes: bool = False
     windows: Windows = NO_WINDOWS
+    on_cpu: bool = True
+
+    @property
+    def limits(self) -> SchedulerLimits:
+        if not self.windows.num_full:
+            return replace(LIMITS, window=self.windows.window)
+        groups = kept_pages(self.windows, self.windows.num_full + 3, PAGE, on_cpu=self.on_cpu).groups
+        return replace(LIMITS, window=groups.window, num_windowed=groups.num_windowed)
 
     @property
     def times(self) -> Fitted:
@@ -47,12 +57,13 @@ loads = st.builds(
     st.integers(0, 90),
     st.booleans(),
     st.just(NO_WINDOWS) | st.builds(Windows, st.integers(2, 30), st.just(3), st.integers(0, 2)),
+    st.booleans(),
 )
 
 
 def begun(load: Load) -> BatchScheduler:
-    limits = replace(LIMITS, window=load.windows.window if load.windows.are_everywhere else 0)
-    scheduler = BatchScheduler(PagePool(load.num_pages, PAGE), limits, salt=b"", prefix_cache=load.keeps_prefixes)
+    pool = PagePool(load.num_pages * (1 + load.limits.num_windowed), PAGE)
+    scheduler = BatchScheduler(pool, load.limits, salt=b"", prefix_cache=load.keeps_prefixes)
     scheduler.pool.note_changes()
     for number, (num_prompt, num_output) in enumerate(load.requests):
         prompt, params = token_ids([number % 3] * num_prompt), SamplingParams(max_tokens=num_output)
@@ -83,7 +94,7 @@ def token_of(sequence: Sequence) -> int:
 
 def state(scheduler: BatchScheduler) -> object:
     running = [
-        (one.request_id, list(one.token_ids), one.num_computed, len(one.pages), one.num_hidden)
+        (one.request_id, list(one.token_ids), one.num_computed, len(one.pages), len(one.windowed), one.num_hidden)
         for one in scheduler.running
     ]
     waiting = [(one.request_id, list(one.token_ids), one.num_preemptions) for one in scheduler.waiting]
@@ -102,7 +113,8 @@ tight_loads = st.builds(
     st.integers(26, 44),
     st.integers(3, 30),
     st.booleans(),
-    st.builds(Windows, st.integers(8, 40), st.just(3)),
+    st.builds(Windows, st.integers(8, 40), st.just(3), st.integers(0, 2)),
+    st.booleans(),
 )
 
 
@@ -164,6 +176,51 @@ def test_in_a_window_any_number_of_steps_is_quiet_in_a_pool_that_holds_the_windo
     (sequence,) = at_once.running
     assert sequence.num_hidden == (sequence.num_computed - 40 + 1) // PAGE > 250
     assert len(at_once.held_pages(sequence)) <= 11
+
+
+def test_of_a_mixed_model_a_page_a_place_is_taken_and_the_others_swapped() -> None:
+    """1,000 steps of a text of 1,100 tokens: 250 pages for the layer that sees all, beside those of the window."""
+    load = Load(((80, 1100),), 80, 6, True, Windows(40, 3, 1))
+    at_once, one_by_one = begun(load), begun(load)
+    assert quiet_steps(at_once, 1000) == 1000
+    advance(at_once, 1000, token_of)
+    for _ in range(1000):
+        step(one_by_one, load.times)
+    assert state(at_once) == state(one_by_one)
+    (sequence,) = at_once.running
+    assert sequence.num_hidden == (sequence.num_computed - 40 + 1) // PAGE > 250
+    assert len(at_once.held_pages(sequence)) <= len(sequence.pages) + 3 * 11 < at_once.pool.num_pages
+
+
+@pytest.mark.parametrize("is_windowed", [False, True])
+def test_a_page_of_either_kind_that_another_choice_reads_is_copied_in_a_planned_step(is_windowed: bool) -> None:
+    scheduler = BatchScheduler(PagePool(20, PAGE), replace(LIMITS, window=8, num_windowed=2), salt=b"")
+    sequence = Sequence("0", 1, 0, 0.0, 0, token_ids([TOKEN] * 6), 5, SamplingParams(max_tokens=9), num_computed=5)
+    sequence.pages, sequence.windowed = (page_table(scheduler.pool.allocate(num) or ()) for num in (2, 4))
+    scheduler.enter(sequence)
+    assert quiet_steps(scheduler, 2) == 2
+    shared = [(sequence.windowed if is_windowed else sequence.pages)[-1]]
+    scheduler.pool.share(shared)
+    assert quiet_steps(scheduler, 2) == 0
+    assert [source for source, _ in scheduler.schedule().copies] == shared
+
+
+def test_pages_of_a_mixed_model_that_came_computed_enter_the_cache_in_planned_steps() -> None:
+    """A part in each: those of the layer that sees all which no layer with a window does."""
+    num_pages = 700
+    scheduler = BatchScheduler(PagePool(1000, PAGE), replace(LIMITS, window=40, num_windowed=1), salt=b"")
+    prompt = list(range(num_pages * PAGE))
+    sequence = Sequence("0", 1, 0, 0.0, 0, [*prompt, TOKEN], len(prompt), SamplingParams(max_tokens=20))
+    sequence.num_hidden = scheduler.num_hidden(len(prompt))
+    taken = scheduler.pool.allocate(2 * num_pages - sequence.num_hidden) or []
+    sequence.pages, sequence.windowed = scheduler.groups.tables(taken, sequence.num_hidden, num_pages)
+    sequence.num_computed = len(prompt)
+    scheduler.enter(sequence)
+    published = []
+    while not quiet_steps(scheduler, 9):
+        step(scheduler, TIMES)
+        published.append(sequence.num_published)
+    assert published == [512, sequence.num_hidden]
 
 
 def test_a_page_of_two_texts_comes_back_once() -> None:

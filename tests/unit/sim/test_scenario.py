@@ -134,6 +134,36 @@ def test_a_window_reaches_steps_pages_and_handoffs(tmp_path: Path) -> None:
     shape = read_scenario(file).shape()
     assert {pool.limits.window for pool in (shape.prefill, shape.decode)} | {shape.kv_format.layout.window} == {0}
     assert shape.times.windows == Windows(1024, 52, 10)
+    assert shape.decode.num_pages == 100_000 // 32
+
+
+def test_on_cpus_pages_of_some_layers_leave_behind_their_window(tmp_path: Path) -> None:
+    """In pages of 32 tokens and of the ten layers that see all, the same memory has 62 for each ten."""
+    file = tmp_path / "scenario.yaml"
+    model = "model: {layers: 62, window: 1024, full_layers: 10}\ncard: {is_cpu: true}\nprefill: {tokens: 50000}\n"
+    file.write_text(model)
+    shape = read_scenario(file).shape()
+    layout = shape.kv_format.layout
+    assert (layout.num_layers, layout.window, layout.num_windowed) == (10, 1024, 6)
+    for pool, num_tokens in ((shape.prefill, 50_000), (shape.decode, 100_000)):
+        assert (pool.limits.window, pool.limits.num_windowed) == (1024, 6)
+        assert pool.num_pages == num_tokens * 62 // 320
+        assert pool.num_pages * layout.page_bytes <= num_tokens * 2 * 62 * 8 * 128 * 2
+    assert shape.prefill.limits.max_num_seqs == 50_000 * 62 // 320 // 7 * 32 // 256, "texts within the window"
+    file.write_text(f"{model}tandem: {{cache: {{mixed_windows: false}}}}\n")
+    shape = read_scenario(file).shape()
+    assert (shape.kv_format.layout.num_windowed, shape.decode.limits.window) == (0, 0)
+    assert shape.decode.num_pages == 100_000 // 32
+
+
+def test_no_copies_are_kept_of_pages_of_a_mixed_model(tmp_path: Path) -> None:
+    file = tmp_path / "scenario.yaml"
+    for is_cpu in (True, False):
+        file.write_text(
+            f"model: {{layers: 62, window: 1024, full_layers: 10}}\ncard: {{is_cpu: {str(is_cpu).lower()}}}\n"
+            "tandem: {cache: {host_bytes: 1000000000}}\n"
+        )
+        assert (read_scenario(file).shape().tiers is None) is is_cpu
 
 
 def test_bounds_of_pools_and_the_law_s_settings_reach_the_world(tmp_path: Path) -> None:

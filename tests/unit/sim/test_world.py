@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections import Counter
 from collections.abc import Mapping
@@ -51,13 +52,15 @@ SHAPE = WorldShape(
 WINDOW = 40
 
 
-def windowed(shape: WorldShape, window: int = WINDOW) -> WorldShape:
-    """As `shape`, of a model whose layers all have a window."""
+def windowed(shape: WorldShape, window: int = WINDOW, num_windowed: int = 0) -> WorldShape:
+    """As `shape`, of a model whose layers all have a window; with pages of a place for these beside one: a mixed one,
+    of which a page has as many layers."""
+    kept = {"window": window, "num_windowed": num_windowed}
     prefill, decode = (
-        dataclasses.replace(pool, limits=dataclasses.replace(pool.limits, window=window))
+        dataclasses.replace(pool, limits=dataclasses.replace(pool.limits, **kept))
         for pool in (shape.prefill, shape.decode)
     )
-    kv_format = dataclasses.replace(shape.kv_format, layout=dataclasses.replace(FORMAT.layout, window=window))
+    kv_format = dataclasses.replace(shape.kv_format, layout=dataclasses.replace(FORMAT.layout, **kept))
     return dataclasses.replace(shape, prefill=prefill, decode=decode, kv_format=kv_format)
 
 
@@ -108,6 +111,45 @@ def test_of_a_windowed_model_the_last_pages_alone_are_sent() -> None:
     assert one.longest_gap_s == pytest.approx((130 - 80) / 100 + LATENCY_S - (STEP_S + 2 * TOKEN_S) + STEP_S + TOKEN_S)
 
 
+def test_of_a_mixed_model_what_some_layer_sees_is_sent() -> None:
+    """Of 7 places all pages of the layers that see all, and of the last 4 two more each."""
+    mixed = windowed(SHAPE, num_windowed=2)
+    slow = dataclasses.replace(mixed, bytes_per_s=100 * TOKEN_BYTES)
+    _, (one,) = simulated(slow, [Arrival(0, 5.0, 100, 11)])
+    # The first six leave while the second chunk is computed.
+    sent_s = (7 + 2 * 4) * PAGE / 100 + LATENCY_S - (STEP_S + 36 * TOKEN_S)
+    assert one.longest_gap_s == pytest.approx(sent_s + STEP_S + TOKEN_S)
+    _, (one,) = simulated(mixed, [Arrival(0, 5.0, 100, 11)])
+    assert one.longest_gap_s == pytest.approx(9 * PAGE * TOKEN_BYTES / 1e9 + LATENCY_S + STEP_S + TOKEN_S)
+
+
+@pytest.mark.parametrize("num_prefill", [0, 1])
+def test_quiet_steps_of_a_mixed_model_are_steps_one_by_one(num_prefill: int) -> None:
+    """With prompts that begin alike, and pools in which they get into each other's way."""
+    pools = {
+        name: PoolShape(num, 120, dataclasses.replace(LIMITS, computes_prompts=not num_prefill))
+        for name, num in (("prefill", num_prefill), ("decode", 1))
+    }
+    shape = dataclasses.replace(windowed(dataclasses.replace(SHAPE, **pools), num_windowed=2), prefix_cache=True)
+    if not num_prefill:
+        shape = dataclasses.replace(shape, mixed_pool_tokens=math.inf)
+    load = [
+        Arrival(n, 0.02 * n, 100 + 20 * (n % 5), 150 + n, block_ids=(1, 2, 3, 10 + n % 3), block_size=32)
+        for n in range(12)
+    ]
+    found = []
+    for at_once in (True, False):
+        world = World(shape, at_once=at_once)
+        found.append([(one.first_token_s, one.last_token_s, one.num_cached) for one in world.run(load)])
+        preempted = sum(machine.work.num_preemptions for machine in world.machines.values())
+        assert preempted > 0
+        for machine in world.machines.values():
+            machine.pool.check()
+            assert machine.pool.counts().used == machine.pool.counts().reserved == 0
+    assert found[0] == [pytest.approx(one) for one in found[1]]
+    assert any(num_cached for *_, num_cached in found[0])
+
+
 def test_a_text_of_a_windowed_model_may_be_longer_than_the_pools() -> None:
     pools = {name: PoolShape(1, 12, LIMITS) for name in ("prefill", "decode")}
     small = dataclasses.replace(SHAPE, **pools)
@@ -116,8 +158,10 @@ def test_a_text_of_a_windowed_model_may_be_longer_than_the_pools() -> None:
     assert one.longest_gap_s == pytest.approx(STEP_S + TOKEN_S + LATENCY_S + 40 * TOKEN_BYTES / 1e9, rel=1e-3)
     with pytest.raises(ConfigError, match=r"1000 \+ 500 tokens, and a worker has room for 192"):
         World(small).run([Arrival(0, 0.0, 1000, 500)])
-    with pytest.raises(ConfigError, match=r"1000 \+ 500 tokens, and 240 are kept at a time, and a worker has room"):
+    with pytest.raises(ConfigError, match=r"1000 \+ 500 tokens, of which 240 tokens are kept at a time, and a worker"):
         World(windowed(small, 70)).run([Arrival(0, 0.0, 1000, 500)])
+    with pytest.raises(ConfigError, match=r"of which 109 pages are kept at a time, and a worker has room for 12;"):
+        World(windowed(small, 70, 1)).run([Arrival(0, 0.0, 1000, 500)])
 
 
 def test_a_slow_way_out_is_shared_by_all_that_use_it() -> None:

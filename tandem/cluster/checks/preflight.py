@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -41,12 +42,12 @@ from tandem.core.config import (
 )
 from tandem.core.errors import ConfigError, TandemError
 from tandem.core.identity import WORKER_ROLES, Role
-from tandem.core.layer_groups import LayerGroups, num_windowed_pages
+from tandem.core.layer_groups import KeptPages, kept_pages
 from tandem.core.model_path import ModelFacts, read_facts, resolve_model, shown_name
 from tandem.core.pooling import read_pooling
 from tandem.core.time_model import SIMULATED_TOKEN_BYTES, TimeModel, read_time_model
 from tandem.core.version import DISTRIBUTION, TOP_LEVEL_NAMES, version
-from tandem.core.windows import kept_windows
+from tandem.core.windows import GPU_BLOCK_TOKENS
 from tandem.core.writable import check_writable_directory
 from tandem.engine.quantized.scheme import read_scheme
 from tandem.rpc.security import is_loopback
@@ -274,7 +275,7 @@ class Preflight:
         return Finding("model", "ok", detail)
 
     def check_cache_dtype(self) -> Finding:
-        """GPUs keep K and V as they compute them, and mixed models as a whole."""
+        """GPUs keep K and V as they compute them, mixed models as a whole, and behind a window a block more."""
         asked = self.config.cache.dtype
         if self._time_model is not None:
             return Finding("pages", "ok", "simulated")
@@ -284,15 +285,31 @@ class Preflight:
                 "cache.dtype out, or set model.dtype",
                 key="cache.dtype",
             )
-        if self._on_gpu and self._num_cpu_workers and self._is_mixed:
-            raise ConfigError(
-                f"some layers of {self.facts.name} see a window: what they do not see any more workers on CPUs give "
-                "back, and workers on GPUs keep, so they cannot exchange pages; set cache.mixed_windows to false",
-                key="cache.mixed_windows",
-            )
+        if self._on_gpu and self._num_cpu_workers:
+            self._check_cpus_pair_with_gpus()
         per_token = self.facts.kv_bytes_per_token(self.kv_dtype)
         size = f", {human_bytes(per_token)} a token" if per_token is not None else ""
         return Finding("pages", "ok", f"K and V in {self.kv_dtype}{size}")
+
+    def _check_cpus_pair_with_gpus(self) -> None:
+        """Both keep the same tokens of a text, else they cannot exchange pages."""
+        on_cpu, on_gpu = self._kept_pages(on_cpu=True), self._kept_pages(on_cpu=False)
+        if on_cpu == on_gpu:
+            return
+        name = self.facts.name
+        if on_cpu.is_mixed:
+            raise ConfigError(
+                f"some layers of {name} see a window: what they do not see any more workers on CPUs give "
+                "back, and workers on GPUs keep, so they cannot exchange pages; set cache.mixed_windows to false",
+                key="cache.mixed_windows",
+            )
+        window = self.facts.windows.window
+        raise ConfigError(
+            f"the layers of {name} see a window of {window} tokens: workers on CPUs keep these of a text, and workers "
+            f"on GPUs up to {GPU_BLOCK_TOKENS} more, so they cannot exchange pages; give all workers GPUs or none, or "
+            f"set cache.max_context to at most {window}",
+            key="pools.prefill.gpus",
+        )
 
     def check_context(self) -> Finding:
         cache, limit = self.config.cache, self.facts.max_positions
@@ -316,11 +333,10 @@ class Preflight:
     def check_tiers(self) -> Finding:
         num_workers = sum(pool.most for pool in self._pools.values())
         cache = self.config.cache
-        finding = check_tiers(cache, num_workers, self.host, local=self.local)
         if (cache.disk_path or cache.host_bytes) and self._num_cpu_workers and self._is_mixed:
             detail = f"none on CPUs: some layers of {self.facts.name} see a window, and have pages of their own"
             return Finding("page tiers", "warn", detail, "set cache.mixed_windows to false, or keep no copies")
-        return finding
+        return check_tiers(cache, num_workers, self.host, local=self.local)
 
     def check_draft(self) -> Finding:
         return check_draft(self.config, self.facts.directory, on_gpu=bool(self.config.pools.decode.gpus))
@@ -364,8 +380,7 @@ class Preflight:
         self._check_one_request_fits(pages)
         detail = f"{human_bytes(free)} free; {workers} workers with {human_bytes(pages)} of pages each"
         if per_token := self.facts.kv_bytes_per_token(self.kv_dtype):
-            page_size = self.config.cache.page_size
-            detail += f", room for {pages // (per_token * page_size) * page_size:,} tokens in {self.kv_dtype}"
+            detail += f", room for {self._room(pages, per_token)} in {self.kv_dtype}"
         return Finding("memory", "ok", detail)
 
     def check_token(self) -> Finding:
@@ -379,46 +394,62 @@ class Preflight:
 
     def _check_one_request_fits(self, pages: int) -> None:
         per_token = self.facts.kv_bytes_per_token(self.kv_dtype)
-        context = self.config.cache.max_context or self.facts.max_positions
+        context = self._max_context
         if not per_token or context is None:
             return  # the worker knows the model's shape and checks again
-        groups, num_layers = self._groups_on_cpu(context)
-        chunk_size = self.config.scheduling.chunk_size
-        page_bytes = groups.page_size * per_token * num_layers // (self.facts.num_layers or num_layers)
-        needed = groups.most_pages(context, chunk_size) * page_bytes
+        kept, chunk_size = self._kept_pages(on_cpu=True), self.config.scheduling.chunk_size
+        page_bytes = int(kept.page_bytes(per_token))
+        needed = kept.groups.most_pages(context, chunk_size) * page_bytes
         if needed > pages:
             key = "cache.memory_bytes" if self.config.cache.memory_bytes else "cache.memory_share"
-            most = groups.most_tokens(pages // page_bytes, chunk_size)
+            most = kept.groups.most_tokens(pages // page_bytes, chunk_size)
             raise ConfigError(
                 f"{key} gives each worker {human_bytes(pages)} of pages, one request of {context} tokens needs "
                 f"{human_bytes(needed)}; raise it, or set cache.max_context to at most {most}",
                 key=key,
             )
 
-    def _groups_on_cpu(self, context: int) -> tuple[LayerGroups, int]:
-        """Which pages a worker on a CPU keeps of a text, where texts are so long at most; and the layers of a page."""
-        page_size, windows = self.config.cache.page_size, self.facts.windows
-        num_layers = self.facts.num_layers or 0
-        if windows.window >= context:
-            return LayerGroups(page_size), num_layers
-        num_windowed = num_windowed_pages(windows.num_full, windows.num_windowed)
-        if num_windowed and self.config.cache.mixed_windows:
-            return LayerGroups(page_size, windows.window, num_windowed), windows.num_full
-        return LayerGroups(page_size, kept_windows(windows, on_cpu=True).window), num_layers
+    def _room(self, pages: int, token_bytes: int) -> str:
+        """For how many tokens there is room in so many bytes of pages."""
+        kept = self._kept_pages(on_cpu=True)
+        num_pages = pages // int(kept.page_bytes(token_bytes))
+        most = f"{kept.groups.most_tokens(num_pages, self.config.scheduling.chunk_size):,}"
+        if not kept.is_mixed:
+            return f"{most} tokens"
+        return f"one text of {most} tokens, or {kept.num_slots(num_pages):,} tokens of texts within the window"
+
+    @property
+    def _max_context(self) -> int | None:
+        return self.config.cache.max_context or self.facts.max_positions
+
+    def _kept_pages(self, *, on_cpu: bool) -> KeptPages:
+        """Which pages a worker keeps of a text."""
+        cache, max_context = self.config.cache, self._max_context or math.inf
+        if (model := self._time_model) is not None:
+            return model.kept_pages(cache.page_size, mixed=cache.mixed_windows, max_context=max_context)
+        return kept_pages(
+            self.facts.windows,
+            self.facts.num_layers or 1,
+            cache.page_size,
+            on_cpu=on_cpu,
+            mixed=cache.mixed_windows,
+            max_context=max_context,
+        )
 
     @property
     def _is_mixed(self) -> bool:
         """Whether workers on CPUs have pages for each kind of layers."""
-        context = self.config.cache.max_context or self.facts.max_positions
-        if self._time_model is not None or context is None:
-            return False
-        return self._groups_on_cpu(context)[0].num_windowed > 0
+        return self._kept_pages(on_cpu=True).is_mixed
 
     def _check_one_request_is_simulated(self, time_model: TimeModel) -> None:
-        context = self.config.cache.max_context or self.facts.max_positions
+        context, chunk_size = self._max_context, self.config.scheduling.chunk_size
+        if context is None:
+            return
         role = min(WORKER_ROLES, key=lambda role: time_model.pool(role).tokens)
-        room = time_model.pool(role).tokens // self.config.cache.page_size * self.config.cache.page_size
-        if context is not None and context > room:
+        kept = self._kept_pages(on_cpu=True)
+        num_pages = kept.num_pages(time_model.pool(role).tokens)
+        if kept.groups.most_pages(context, chunk_size) > num_pages:
+            room = kept.groups.most_tokens(num_pages, chunk_size)
             raise ConfigError(
                 f"{self.config.model.time_model} gives a {role.value} worker room for {room} tokens, and one request "
                 f"may have {context}; raise {role.value}.tokens there, or set cache.max_context to at most {room}",
@@ -556,17 +587,24 @@ class Preflight:
 
     def fixed_bytes(self, num_workers: Mapping[Role, int]) -> int:
         """What so many workers take of their host's memory beside their pages."""
-        each = self.weight_bytes + WORKER_OVERHEAD_BYTES + self.config.cache.host_bytes
+        each = self.weight_bytes + WORKER_OVERHEAD_BYTES + self._host_bytes
         return sum(num_workers.values()) * each + num_workers.get(Role.DECODE, 0) * self._draft_bytes
 
     @property
     def _fixed_words(self) -> str:
-        return "weights, cache.host_bytes and processes" if self.config.cache.host_bytes else "weights and processes"
+        return "weights, cache.host_bytes and processes" if self._host_bytes else "weights and processes"
+
+    @property
+    def _host_bytes(self) -> int:
+        """Of copies of pages, that each worker on a CPU keeps."""
+        host_bytes = self.config.cache.host_bytes
+        return 0 if host_bytes and self._is_mixed else host_bytes  # a mixed model has no copies
 
     def _kv_bytes(self, role: Role) -> int:
         """Bytes of pages for one worker; 0: its own node decides (GPU memory, or other hosts)."""
         if self._time_model is not None:
-            return self._time_model.pool(role).tokens * SIMULATED_TOKEN_BYTES
+            kept = self._kept_pages(on_cpu=True)
+            return kept.num_pages(self._time_model.pool(role).tokens) * kept.groups.page_size * SIMULATED_TOKEN_BYTES
         cache, pool = self.config.cache, self._pools[role]
         if cache.memory_bytes or pool.gpus or not self.local:
             return cache.memory_bytes

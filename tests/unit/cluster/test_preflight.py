@@ -282,6 +282,40 @@ def test_cpus_and_gpus_that_would_keep_other_pages_are_refused(mixed: Path, free
         assert preflight(mixed, free_port, pools=pools, cache=cache).check_cache_dtype().status == "ok"
 
 
+def test_cpus_and_gpus_keep_other_pages_where_all_layers_slide(mixed: Path, free_port: int) -> None:
+    """GPUs read whole blocks and keep 256 tokens more; where no text is longer than the window, both keep all."""
+    config = json.loads((mixed / "config.json").read_text())
+    (mixed / "config.json").write_text(json.dumps({**config, "layer_types": ["sliding_attention"] * 4}))
+    on_gpu, on_both = {"prefill": {"gpus": 1}, "decode": {"gpus": 1}}, {"decode": {"gpus": 1}}
+    for max_context in (0, 65, 400):
+        cache = {"max_context": max_context, "mixed_windows": False}
+        with pytest.raises(ConfigError, match=r"cannot exchange pages; .* cache\.max_context to at most 64") as told:
+            preflight(mixed, free_port, pools=on_both, cache=cache).check_cache_dtype()
+        assert told.value.key == "pools.prefill.gpus"
+    for pools, max_context in ((on_gpu, 0), ({}, 0), (on_both, 64)):
+        checks = preflight(mixed, free_port, pools=pools, cache={"max_context": max_context})
+        assert checks.check_cache_dtype().status == "ok"
+
+
+def test_the_room_of_a_mixed_model_is_what_its_workers_hold(mixed: Path, free_port: int) -> None:
+    """Of 256 pages of two layers a text has one a place, and 21 more for its window and a chunk of 512."""
+    cache, scheduling = {"memory_bytes": 8 << 20}, {"chunk_size": 512}
+    detail = preflight(mixed, free_port, cache=cache, scheduling=scheduling).check_memory().detail
+    assert "room for one text of 7,520 tokens, or 4,096 tokens of texts within the window in float32" in detail
+    checks = preflight(mixed, free_port, cache={**cache, "mixed_windows": False}, scheduling=scheduling)
+    assert "room for 4,096 tokens in float32" in checks.check_memory().detail
+
+
+def test_no_host_memory_is_set_aside_for_copies_that_no_worker_makes(mixed: Path, free_port: int) -> None:
+    def plan(**cache: Any) -> tuple[int, str]:
+        checks = preflight(mixed, free_port, cache={"max_memory_bytes": 0, **cache})
+        return checks._kv_bytes(Role.DECODE), checks._fixed_words
+
+    assert plan(host_bytes=64 << 20) == plan()
+    assert plan(host_bytes=64 << 20, mixed_windows=False)[0] < plan()[0]
+    assert preflight(mixed, free_port, cache={"host_bytes": 1 << 60}).check_tiers().status == "warn", "nobody takes it"
+
+
 def test_copies_that_no_worker_makes_are_a_warning(mixed: Path, free_port: int) -> None:
 
     def found(**cache: Any) -> tuple[str, str]:

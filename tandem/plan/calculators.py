@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from tandem.core.config import CacheConfig
+from tandem.core.layer_groups import KeptPages, kept_pages
 from tandem.core.step_times import Roofline, Terms
-from tandem.core.windows import NO_WINDOWS, Windows, kept_windows
+from tandem.core.windows import NO_WINDOWS, Windows
 from tandem.plan.cards import CardSheet
 from tandem.plan.shapes import ModelShape
 
@@ -44,11 +46,16 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model as it is served."""
+    """A model as it is served.
+
+    Attributes:
+        cache: of its workers; what counts are `page_size` and `mixed_windows`.
+    """
 
     shape: ModelShape
     weight_bits: float = 16
     kv_dtype: str = "bfloat16"
+    cache: CacheConfig = field(default_factory=CacheConfig)
 
     @property
     def weight_bytes(self) -> float:
@@ -59,14 +66,25 @@ class Served:
         """Of K and V, in all layers."""
         return self.shape.kv_bytes_per_token(self.kv_dtype)
 
-    @property
-    def kept(self) -> Windows:
-        """Of which tokens of a sequence a worker on GPUs keeps K and V."""
-        return kept_windows(self.shape.windows, on_cpu=False)
+    def kept(self, *, on_cpu: bool = False) -> KeptPages:
+        """Of which tokens of a sequence a worker keeps K and V, and how."""
+        shape, cache = self.shape, self.cache
+        return kept_pages(shape.windows, shape.layers, cache.page_size, on_cpu=on_cpu, mixed=cache.mixed_windows)
 
-    def sequence_bytes(self, num_tokens: int) -> float:
-        """Of K and V that are kept of a sequence of so many tokens."""
-        return self.token_bytes * self.kept.seen(num_tokens)
+    def sequence_bytes(self, num_tokens: int, *, on_cpu: bool = False) -> float:
+        """Of K and V that are kept of a sequence of so many tokens: of mixed models by whole pages, whose layers do not
+        always divide evenly."""
+        kept = self.kept(on_cpu=on_cpu)
+        if kept.is_mixed:
+            return kept.groups.num_seen(num_tokens) * kept.page_bytes(self.token_bytes)
+        return self.token_bytes * min(num_tokens, kept.groups.window or num_tokens)
+
+    def num_sequences(self, room: int, num_tokens: int, *, on_cpu: bool) -> int:
+        """Of so many tokens each that memory holds which has room for K and V of `room` tokens in all layers."""
+        kept = self.kept(on_cpu=on_cpu)
+        if kept.is_mixed:
+            return kept.num_pages(max(0, room)) // kept.groups.num_seen(num_tokens)
+        return max(0, room) // min(num_tokens, kept.groups.window or num_tokens)
 
 
 def roofline(model: Served, machine: Machine) -> Roofline:
@@ -76,7 +94,7 @@ def roofline(model: Served, machine: Machine) -> Roofline:
 
 
 def kv_room(model: Served, machine: Machine) -> int:
-    """Tokens for whose K and V there is room beside the weights; 0 or less: not even these fit."""
+    """Tokens for whose K and V in all layers there is room beside the weights; 0 or less: not even these fit."""
     return math.floor((machine.memory_bytes - model.weight_bytes) / model.token_bytes)
 
 
@@ -141,7 +159,7 @@ class Batch:
 
 def largest_batch(model: Served, machine: Machine, context: int, tpot_s: float | None = None) -> Batch:
     """Of sequences of `context` tokens each."""
-    of_memory = int(max(0, kv_room(model, machine)) // model.kept.seen(context))
+    of_memory = model.num_sequences(kv_room(model, machine), context, on_cpu=machine.card.is_cpu)
     if tpot_s is None:
         return Batch(of_memory, None)
     times = roofline(model, machine)

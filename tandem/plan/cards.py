@@ -1,4 +1,8 @@
-"""Processors by their makers' data sheets: dense bfloat16, no sparsity."""
+"""Processors by their makers' data sheets: dense bfloat16, no sparsity.
+
+Of CPUs, sockets: all cores at their base clock, with the widest instructions that they have for it (AVX-512, AMX), and
+a module of 64 GB in each channel of memory.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ class CardSheet:
     gb_per_s: of its memory, 10^9 bytes a second.
     memory_gb: 10^9 bytes.
     watts: at full load.
+    is_cpu: its workers compute, and keep pages, as those on CPUs do.
     """
 
     name: str
@@ -25,6 +30,7 @@ class CardSheet:
     gb_per_s: float
     memory_gb: float
     watts: float
+    is_cpu: bool = False
 
     @property
     def ridge(self) -> float:
@@ -47,6 +53,8 @@ CARDS: dict[str, CardSheet] = {
         CardSheet("l4", 121, 300, 24, 72),
         CardSheet("l40s", 362, 864, 48, 350),
         CardSheet("mi300x", 1307, 5300, 192, 750),
+        CardSheet("epyc-9654", 14.7, 460.8, 768, 360, is_cpu=True),  # 96 cores at 2.4 GHz, 12 channels
+        CardSheet("xeon-8592", 249, 358.4, 512, 350, is_cpu=True),  # 64 cores at 1.9 GHz, 8 channels
     )
 }
 

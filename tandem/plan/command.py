@@ -30,7 +30,7 @@ from tandem.plan.calculators import (
 from tandem.plan.cards import find_card
 from tandem.plan.files import check_before, write_files
 from tandem.plan.plan_file import read_plan
-from tandem.plan.report import report
+from tandem.plan.report import report, said_of_windows
 from tandem.plan.shapes import find_shape
 from tandem.plan.size import content
 from tandem.plan.size import size as size_of
@@ -45,17 +45,16 @@ def kv(options: argparse.Namespace) -> int:
     table.add_row("parameters", _count(model.shape.num_parameters))
     table.add_row("weights", _bytes(model.weight_bytes))
     table.add_row("KV of a token", _bytes(model.token_bytes))
-    table.add_row(f"KV of {tokens:,} tokens", _bytes(model.sequence_bytes(tokens)))
-    if options.card is not None:
-        machine = _machine(options)
+    machine = _machine(options) if options.card is not None else None
+    on_cpu = machine is not None and machine.card.is_cpu
+    table.add_row(f"KV of {tokens:,} tokens", _bytes(model.sequence_bytes(tokens, on_cpu=on_cpu)))
+    if machine is not None:
         room, most = _room(model, machine), largest_batch(model, machine, tokens).of_memory
         table.add_row(f"room on {_name(machine)}", f"{room:,} tokens: {most:,} sequences of {tokens:,}")
     elif options.cards > 1:
         raise ConfigError("--cards is how many of a card a worker has; name it with --card", key="--cards")
-    out = _out()
-    out.print(table)
-    if model.shape.window:
-        out.print(f"\n{_said_of_windows(model)}")
+    _out().print(table)
+    _say_of_windows(model, on_cpu=on_cpu)
     return 0
 
 
@@ -94,6 +93,7 @@ def batch(options: argparse.Namespace) -> int:
         table.add_row(f"by {options.tpot_ms:g} ms per token", f"{found.of_tpot:,}")
     table.add_row("largest batch", f"{found.most:,} (bound by {found.bound})")
     _out().print(table)
+    _say_of_windows(model, on_cpu=machine.card.is_cpu)
     return 0
 
 
@@ -159,14 +159,9 @@ def _why_none(model: Served, machine: Machine, num_tokens: int, batch: Batch) ->
     return f"a step takes {alone_s * 1e3:.3g} ms for one request alone; raise --tpot-ms, or take more cards"
 
 
-def _said_of_windows(model: Served) -> str:
-    windows, kept = model.shape.windows, model.kept
-    num = "all" if windows.are_everywhere else f"{windows.num_windowed} of {model.shape.layers}"
-    said = f"In {num} layers a token sees the last {windows.window:,} tokens; "
-    if not kept.window:
-        return said + "K and V of all tokens are kept all the same, since the other layers see them."
-    block = f", {kept.window - windows.window} of them since kernels of GPUs read whole blocks"
-    return said + f"K and V of the last {kept.window:,} are kept{block}."
+def _say_of_windows(model: Served, *, on_cpu: bool) -> None:
+    if model.shape.window:
+        _out().print(f"\n{said_of_windows(model, on_cpu=on_cpu)}")
 
 
 def _room(model: Served, machine: Machine) -> int:

@@ -26,7 +26,7 @@ def check_before(directory: Path, base: dict[str, Any], plan: Plan, types: dict[
     _check_plan_served(plan)
     for role in _ROLES:
         of_role = {name: spec for name, spec in types.items() if spec.roles in ("both", role)}
-        if of_role and all(spec.cards > 1 for spec in of_role.values()):
+        if of_role and all(spec.cards > 1 or spec.machine.card.is_cpu for spec in of_role.values()):
             _check_type_served(*next(iter(of_role.items())))
     nodes = _section(base, "available_node_types", "available_node_types")
     for role in _ROLES:
@@ -80,6 +80,11 @@ def _check_served(plan: Plan, types: dict[str, TypeSpec], found: Found) -> None:
 
 
 def _check_type_served(name: str, spec: TypeSpec) -> None:
+    if spec.machine.card.is_cpu:
+        raise ConfigError(
+            f"types.{name} is a CPU ({spec.card}), and files are for GPUs alone: none are written; omit --out",
+            key="--out",
+        )
     if spec.cards > 1:
         raise ConfigError(
             f"types.{name}.cards is {spec.cards}, and a worker serves on one GPU: no files are written; omit --out",

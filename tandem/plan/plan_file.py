@@ -76,7 +76,8 @@ class Plan:
     @property
     def served(self) -> Served:
         """Raises `ConfigError` for a model that is not known."""
-        return Served(find_shape(self.model.name), self.model.weight_bits, self.model.kv_dtype)
+        model = self.model
+        return Served(find_shape(model.name), model.weight_bits, model.kv_dtype, self.tandem.cache)
 
 
 def read_plan(path: Path) -> tuple[Plan, dict[str, TypeSpec]]:

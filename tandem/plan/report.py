@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
+from tandem.plan.calculators import Served
 from tandem.plan.plan_file import LEAST_POWER, MOST_GOODPUT, Plan, TypeSpec
 from tandem.plan.search import price
 from tandem.plan.simulate import Kept
@@ -23,6 +24,9 @@ def report(plan: Plan, types: dict[str, TypeSpec], found: Found) -> Iterator[str
         f"TTFT {targets.ttft_ms:g} ms {kept.ttft:.1%}, TPOT {targets.tpot_ms:g} ms {kept.tpot:.1%}"
     )
     yield f"\nWhy: {why(found, targets.share)}"
+    if plan.served.shape.window:
+        on_cpu = types[found.best.decode_type].machine.card.is_cpu  # and so is prefill, else they would not pair
+        yield said_of_windows(plan.served, on_cpu=on_cpu)
     around = {"as found": kept, **found.fewer, **found.changed}
     table = Table("", "both", "TTFT", "TPOT", "prefill busy", "decode batch", box=None)
     for name, one in around.items():
@@ -51,6 +55,24 @@ def why(found: Found, share: float) -> str:
     if not said:
         return "one worker of each role is enough"
     return "; ".join(said)
+
+
+def said_of_windows(model: Served, *, on_cpu: bool) -> str:
+    """Of a model with windows: which layers see one, and of what K and V are kept."""
+    windows, kept = model.shape.windows, model.kept(on_cpu=on_cpu)
+    groups = kept.groups
+    num = "all" if windows.are_everywhere else f"{windows.num_windowed} of {model.shape.layers}"
+    said = f"In {num} layers a token sees the last {windows.window:,} tokens; "
+    if kept.is_mixed:
+        pages = f"{groups.num_windowed} of the {groups.num_of_place} pages of {kept.num_layers} layers"
+        return f"{said}behind these, workers on CPUs give back {pages} that each {groups.page_size} tokens have."
+    if groups.window:
+        block = f", {groups.window - windows.window} of them since kernels of GPUs read whole blocks"
+        return f"{said}K and V of the last {groups.window:,} are kept{'' if on_cpu else block}."
+    why = "decode steps of GPUs have one table of pages for all layers"
+    if on_cpu:
+        why = "more layers see all of them" if model.cache.mixed_windows else "cache.mixed_windows is off"
+    return f"{said}K and V of all tokens are kept all the same, since {why}."
 
 
 def _broken(role: str, kept: Kept, share: float, bound: str) -> str:

@@ -14,7 +14,7 @@ from functools import partial
 
 from tandem.core.errors import ConfigError
 from tandem.core.identity import WORKER_ROLES, Role
-from tandem.plan.calculators import rates
+from tandem.plan.calculators import Served, rates
 from tandem.plan.plan_file import LEAST_POWER, Plan, TypeSpec
 from tandem.plan.simulate import Kept, Means, Pools, has_room
 
@@ -45,7 +45,7 @@ def pairs(plan: Plan, types: dict[str, TypeSpec], means: Means) -> Iterator[Pair
     """All that may serve a load of such requests.
 
     Raises:
-        ConfigError: none has room for the longest of them.
+        ConfigError: none has room for the longest of them, or none keep the same pages, so that they can hand them off.
     """
     served = plan.served
     roomy = {
@@ -59,12 +59,16 @@ def pairs(plan: Plan, types: dict[str, TypeSpec], means: Means) -> Iterator[Pair
                 "tokens; give one more cards, or take a load of shorter ones",
                 key="types",
             )
+    can_pair = False
     for prefill_name, prefill in types.items():
         for decode_name, decode in types.items():
             if prefill.roles == "decode" or decode.roles == "prefill":
                 continue
             if prefill_name not in roomy[Role.PREFILL] or decode_name not in roomy[Role.DECODE]:
                 continue
+            if not _can_pair(served, prefill, decode):
+                continue
+            can_pair = True
             lengths = math.ceil(means.num_input), math.ceil(means.num_output), plan.slo.tpot_ms * 1e-3
             of_prefill, of_decode = rates(served, prefill.machine, *lengths), rates(served, decode.machine, *lengths)
             if not of_decode.decode:
@@ -76,6 +80,19 @@ def pairs(plan: Plan, types: dict[str, TypeSpec], means: Means) -> Iterator[Pair
                 max(1, math.ceil(means.rate * means.num_output / of_decode.decode)),
                 of_decode.batch.bound,
             )
+    if not can_pair:
+        raise ConfigError(
+            f"behind the window of {plan.model.name} workers on CPUs keep other pages than those on GPUs, so they "
+            "cannot exchange them, and no type for prefill has one for decode; let one type serve as both, or set "
+            "tandem.cache.mixed_windows to false where some layers see all",
+            key="types",
+        )
+
+
+def _can_pair(served: Served, prefill: TypeSpec, decode: TypeSpec) -> bool:
+    """Whether they keep the same pages of a text, and so can hand them off."""
+    on_cpu = {spec.machine.card.is_cpu for spec in (prefill, decode)}
+    return len({served.kept(on_cpu=one) for one in on_cpu}) == 1
 
 
 def price(plan: Plan, types: dict[str, TypeSpec], pools: Pools) -> float:

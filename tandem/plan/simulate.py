@@ -17,7 +17,7 @@ from tandem.bench.load.block_names import BlockNames
 from tandem.core.errors import ConfigError
 from tandem.core.identity import Role
 from tandem.core.pages import PagePool
-from tandem.core.time_model import ModelSpec, PoolSpec
+from tandem.core.time_model import CardSpec, ModelSpec, PoolSpec
 from tandem.plan.calculators import kv_room, roofline
 from tandem.plan.plan_file import Plan, TypeSpec
 from tandem.sim.load import Arrival
@@ -168,10 +168,12 @@ def mean_lengths(plan: Plan) -> Means:
 
 def has_room(plan: Plan, spec: TypeSpec, role: Role, num_tokens: int) -> bool:
     """Whether a worker of this type may serve a request of so many tokens: the pages that its scheduler would want."""
-    served, page_size = plan.served, plan.tandem.cache.page_size
-    room = kv_room(served, spec.machine)
-    limits = scheduler_limits(plan.tandem, Site(role, on_cpu=False), room, served.kept.window)
-    return BatchScheduler(PagePool(1, page_size), limits, salt=b"").most_pages(num_tokens) <= room // page_size
+    on_cpu = spec.machine.card.is_cpu
+    kept = plan.served.kept(on_cpu=on_cpu)
+    num_pages, groups = kept.num_pages(max(0, kv_room(plan.served, spec.machine))), kept.groups
+    site = Site(role, on_cpu=on_cpu)
+    limits = scheduler_limits(plan.tandem, site, kept.num_slots(num_pages), groups.window, groups.num_windowed)
+    return BatchScheduler(PagePool(1, groups.page_size), limits, salt=b"").most_pages(num_tokens) <= num_pages
 
 
 @lru_cache(maxsize=16)
@@ -200,9 +202,11 @@ def _shape(plan: Plan, types: dict[str, TypeSpec], pools: Pools, load: Sequence[
         decode=PoolSpec(pools.num_decode, kv_room(served, decode)),
         model=spec, network=plan.network, load=plan.load, tandem=plan.tandem, seed=plan.seed,
     )  # fmt: skip
-    shape = scenario.shape(load)
+    of_prefill, of_decode = (
+        replace(scenario, card=CardSpec(is_cpu=machine.card.is_cpu)).shape(load) for machine in (prefill, decode)
+    )
     return replace(
-        shape,
-        prefill=replace(shape.prefill, times=roofline(served, prefill)),
-        decode=replace(shape.decode, times=roofline(served, decode)),
+        of_decode,
+        prefill=replace(of_prefill.prefill, times=roofline(served, prefill)),
+        decode=replace(of_decode.decode, times=roofline(served, decode)),
     )

@@ -3,6 +3,7 @@ bit, and pages behind the window may be anybody's."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import engine_helpers as helpers
@@ -11,11 +12,21 @@ import torch
 from engine_helpers import NUM_PAGES, PAGE_SIZE, WINDOW
 from transformers import AutoConfig
 
+from tandem.core.config import CacheConfig
 from tandem.core.errors import UnsupportedModelError
 from tandem.core.layer_groups import LayerGroups
+from tandem.core.pages import PagePool
+from tandem.core.sampling import SamplingParams
+from tandem.core.token_ids import token_ids
+from tandem.engine import loader
 from tandem.engine.engine import Engine, SequenceInput
 from tandem.engine.layer_places import LayerPlaces, layer_places
 from tandem.engine.random_model import ModelSpec, save
+from tandem.plan.calculators import Served
+from tandem.plan.shapes import find_shape
+from tandem.worker.batch import SchedulerLimits
+from tandem.worker.scheduler import BatchScheduler
+from tandem.worker.sequence import Sequence
 
 NUM_TOKENS = 200
 #: Fused on a CPU; of five layers with a window, dealt out in threes, one page has an empty extent.
@@ -165,3 +176,35 @@ def test_layers_are_dealt_out_so_that_blocks_of_neighbours_complete_a_layer_of_t
 )
 def test_other_models_keep_one_table(kinds: str, options: dict[str, object], max_context: int) -> None:
     assert layer_places(config(kinds, **options), max_context) is None
+
+
+@pytest.mark.parametrize(
+    ("arch", "sizes"),
+    [
+        ("gemma3_text", {"num_hidden_layers": 13, "sliding_window": 24}),  # an extent stays empty
+        ("gpt_oss", {"num_hidden_layers": 6, "sliding_window": 17, "num_local_experts": 2}),
+        ("cohere2", {"num_hidden_layers": 8, "sliding_window": 40}),
+    ],
+)
+def test_a_plan_counts_the_pages_that_a_scheduler_holds_for_the_engines_places(
+    arch: str, sizes: dict[str, object], tmp_path: Path
+) -> None:
+    of_all = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 64, "vocab_size": 320}
+    config = AutoConfig.for_model(arch, **(of_all | sizes))
+    config.save_pretrained(tmp_path)
+    places = layer_places(config, 512)
+    assert places is not None
+    layout = replace(loader.derive_layout(config, PAGE_SIZE, "float32"), num_layers=places.num_layers)
+    limits = SchedulerLimits(4, 64, 2 * PAGE_SIZE, 4, window=places.window, num_windowed=places.num_windowed)
+    scheduler = BatchScheduler(PagePool(400, PAGE_SIZE), limits, salt=b"")
+    text = Sequence("0", 1, 0, 0.0, 0, token_ids([5] * 50), 50, SamplingParams(max_tokens=150))
+    scheduler.add(text)
+    planned, num = Served(find_shape(str(tmp_path)), kv_dtype="float32", cache=CacheConfig(page_size=PAGE_SIZE)), 0
+    while len(text.token_ids) < 200:
+        batch = scheduler.schedule()
+        scheduler.apply(batch, [[7] for item in batch.items if item.samples])
+        if text.is_decode:
+            held = len(scheduler.held_pages(text)) * layout.page_bytes
+            assert held == planned.sequence_bytes(text.num_computed, on_cpu=True)
+            num += held < planned.sequence_bytes(text.num_computed)
+    assert num > 100

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tandem.cli import main
+from tandem.core.config import CacheConfig
 from tandem.core.errors import ConfigError
 from tandem.plan.calculators import (
     Machine,
@@ -23,6 +24,7 @@ from tandem.plan.calculators import (
     roofline,
 )
 from tandem.plan.cards import CARDS, CardSheet, find_card
+from tandem.plan.report import said_of_windows
 from tandem.plan.shapes import KNOWN, ModelShape, find_shape
 
 # Parameters as published; bytes of K and V of a token in 16 bits: 2 x layers x KV heads x head size x 2.
@@ -134,6 +136,43 @@ def test_a_model_of_which_some_layers_have_a_window_counted_by_hand() -> None:
     assert prompt == pytest.approx(4 * 32 * 128 * (10 * of_all + 52 * of_window))
 
 
+def test_of_a_mixed_model_on_a_cpu_the_pages_that_it_holds_counted_by_hand() -> None:
+    """Of Gemma 3 27B a page has 32 tokens of ten layers of 8,192 bytes; of each 32 tokens there is one page for the
+    layers that see all, and within the window six more."""
+    model, epyc = Served(KNOWN["gemma-3-27b"]), Machine(CARDS["epyc-9654"])
+    page = 32 * 10 * 8192
+    held = [model.sequence_bytes(num, on_cpu=True) for num in (1, 1024, 1025, 32_768)]
+    # Of 32,768 tokens the first 992 places are behind the window of the next one: (32,768 - 1,023) // 32.
+    assert held == [7 * page, 7 * 32 * page, 7 * 33 * page, (1024 + 6 * 32) * page]
+    assert held[-1] == 3040 << 20
+    assert model.sequence_bytes(32_768) == 15_872 << 20
+    room = kv_room(model, epyc)
+    assert room == (691.2e9 - model.weight_bytes) // 507_904 == 1_254_536
+    assert largest_batch(model, epyc, 32_768).of_memory == room * 507_904 // page // 1216 == 199
+    keeps_all = replace(model, cache=CacheConfig(mixed_windows=False))
+    assert largest_batch(keeps_all, epyc, 32_768).of_memory == room // 32_768
+    # GPT-OSS 20B: every other one of 24 layers of 2,048 bytes sees 128 tokens: 126 places behind them, and 4 within.
+    oss = Served(KNOWN["gpt-oss-20b"])
+    assert oss.sequence_bytes(4160, on_cpu=True) == (130 + 4) * 32 * 12 * 2048
+    assert oss.sequence_bytes(4160) == 4160 * 24 * 2048
+    smaller = replace(oss, cache=CacheConfig(page_size=16))
+    assert smaller.sequence_bytes(4160, on_cpu=True) == (260 + 8) * 16 * 12 * 2048
+
+
+def test_why_pages_are_kept_is_said() -> None:
+    few = ModelShape("few", 6, 8, 1, 1, 8, 8, 8, window=16, full_layers=4)
+    said = {
+        (few, True): "K and V of all tokens are kept all the same, since more layers see all of them.",
+        (few, False): "all the same, since decode steps of GPUs have one table of pages for all layers.",
+        (KNOWN["gpt-oss-20b"], True): "behind these, workers on CPUs give back 1 of the 2 pages of 12 layers that",
+        (KNOWN["mistral-7b-v0.1"], True): "K and V of the last 4,096 are kept.",
+    }
+    for (shape, on_cpu), words in said.items():
+        assert words in said_of_windows(Served(shape), on_cpu=on_cpu)
+    off = Served(KNOWN["gpt-oss-20b"], cache=CacheConfig(mixed_windows=False))
+    assert "all the same, since cache.mixed_windows is off." in said_of_windows(off, on_cpu=True)
+
+
 def test_the_ridge_is_where_computing_and_reading_take_as_long() -> None:
     assert find_card("h100").ridge == pytest.approx(989e12 / 3.35e12)
     assert all(20 < card.ridge < 700 for card in CARDS.values())
@@ -231,6 +270,12 @@ def test_a_model_that_cannot_be_is_refused(
         (
             "kv --model gpt-oss-20b",
             "In 12 of 24 layers a token sees the last 128 tokens; K and V of all tokens are kept",
+        ),
+        ("kv --model gpt-oss-20b --tokens 8192", "384.0 MiB"),
+        ("kv --model gpt-oss-20b --tokens 8192 --card epyc-9654", "195.0 MiB"),
+        (
+            "batch --model gemma-3-27b --card epyc-9654",
+            "behind these, workers on CPUs give back 6 of the 7 pages of 10 layers that each 32 tokens have.",
         ),
         ("roofline --model llama-3-8b --card h100 --batch 1", "reading"),
         ("batch --model llama-3-8b --card h100 --tokens 4096 --tpot-ms 30", "104 (bound by KV memory)"),

@@ -22,10 +22,13 @@ from hypothesis import strategies as st
 
 from tandem.cli import main
 from tandem.core.errors import ConfigError
+from tandem.core.layer_groups import LayerGroups
+from tandem.plan.calculators import kv_room
 from tandem.plan.files import check_before, write_files
 from tandem.plan.plan_file import Plan, TypeSpec, read_plan
+from tandem.plan.report import report
 from tandem.plan.search import Pair, cheapest, most_speed, pairs, price, within
-from tandem.plan.simulate import Kept, Means, Pools, mean_lengths, simulate
+from tandem.plan.simulate import Kept, Means, Pools, _load, _shape, mean_lengths, simulate
 from tandem.plan.size import Found, size
 from tandem.sim.scenario import LoadSpec
 from tests.support.waiting import nothing, wait_until
@@ -238,6 +241,53 @@ def test_texts_longer_than_the_pages_are_planned_where_all_layers_have_a_window(
     assert found("mistral-7b-v0.1").is_whole
 
 
+def test_texts_are_planned_that_fit_once_some_layers_give_back_what_they_do_not_see(tmp_path: Path) -> None:
+    """A CPU has room for 1,254,536 tokens in all layers of Gemma 3 27B, and once five of six see 1,024 for more."""
+    load = {"requests": 2, "input_median": 2_000_000, "input_spread": 0, "output_median": 20}
+    model = {"name": "gemma-3-27b"}
+
+    def planned(**cache: Any) -> tuple[Plan, dict[str, TypeSpec]]:
+        types = {"epyc": {"card": "epyc-9654"}}
+        slo, tandem = {"tpot_ms": 100_000}, {"cache": {"page_size": 512, **cache}}
+        return read_plan(plan_file(tmp_path, model=model, load=load, types=types, slo=slo, tandem=tandem))
+
+    plan, types = planned()
+    (pair,) = pairs(plan, types, mean_lengths(plan))
+    with pytest.raises(ConfigError, match="has room for the K and V of the longest request"):
+        list(pairs(*planned(mixed_windows=False), mean_lengths(plan)))
+    said = list(map(str, report(plan, types, Found(pair.pools(1, 1), kept(1.0), pair, 1.0, [], []))))
+    why = next(index for index, line in enumerate(said) if "Why:" in line)
+    assert "workers on CPUs give back 6 of the 7 pages of 10 layers that each 512 tokens have" in said[why + 1]
+
+
+def test_types_that_keep_other_pages_are_no_pair(tmp_path: Path) -> None:
+    types = {"epyc": {"card": "epyc-9654", "roles": "decode"}, "h200": {"card": "h200"}}
+    slo = {"tpot_ms": 10_000}
+
+    def found(name: str, types: dict[str, Any], **cache: Any) -> set[tuple[str, str]]:
+        tandem = {"cache": cache}
+        plan, specs = read_plan(plan_file(tmp_path, model={"name": name}, types=types, slo=slo, tandem=tandem))
+        return {(pair.prefill_type, pair.decode_type) for pair in pairs(plan, specs, mean_lengths(plan))}
+
+    assert found("gemma-2-9b", types) == found("mistral-7b-v0.1", types) == {("h200", "h200")}
+    both = {("h200", "h200"), ("h200", "epyc")}
+    assert found("gemma-2-9b", types, mixed_windows=False) == found("mistral-7b", types) == both
+    with pytest.raises(ConfigError, match="keep other pages than those on GPUs"):
+        found("gemma-2-9b", {**types, "h200": {"card": "h200", "roles": "prefill"}})
+
+
+def test_a_plan_of_a_mixed_model_is_simulated_as_its_workers_keep_pages(tmp_path: Path) -> None:
+    load = {"requests": 3, "input_median": 3000, "output_median": 20}
+    types = {"epyc": {"card": "epyc-9654", "overhead_ms": 0.5}}
+    plan, specs = read_plan(plan_file(tmp_path, model={"name": "gpt-oss-20b"}, load=load, types=types))
+    assert simulate(plan, specs, Pools("epyc", 1, "epyc", 1), whole=True).is_whole
+    shape = _shape(plan, specs, Pools("epyc", 1, "epyc", 1), _load(plan.load, plan.directory, plan.seed))
+    assert shape.kv_format.layout.groups == plan.served.kept(on_cpu=True).groups == LayerGroups(32, 128, 1)
+    assert shape.decode.limits.num_windowed == 1
+    room = kv_room(plan.served, specs["epyc"].machine)
+    assert shape.decode.num_pages == plan.served.kept(on_cpu=True).num_pages(room) == room * 2 // 32
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -290,6 +340,7 @@ def test_a_search_that_is_killed_leaves_no_processes(tmp_path: Path) -> None:
     ("changes", "named"),
     [
         ({"types": {"h100": {"cards": 2}}}, r"types\.h100\.cards is 2, and a worker serves on one GPU"),
+        ({"types": {"h100": {"card": "epyc-9654"}}}, r"types\.h100 is a CPU \(epyc-9654\), and files are for GPUs"),
         ({"model": {"name": "llama-3-8b", "kv_dtype": "float32"}}, "GPUs serve 16 bits of both"),
     ],
 )

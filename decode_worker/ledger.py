@@ -182,7 +182,7 @@ class Ledger(Generic[A]):
         verified: Sequence[tuple[int, int]],
         *,
         quarantined: bool,
-        keeps: bool,
+        keys: Sequence[bytes] = (),
     ) -> None:
         """The handoff has ended without admission, and the attempt with it.
 
@@ -191,28 +191,29 @@ class Ledger(Generic[A]):
             verified: (index in the grant, page) of the others, in order: their writes have ended and their bytes are
                 right.
             quarantined: an unfinished write may still reach `pages`.
-            keeps: what of `verified` continues the cached beginning without a gap stays as a cached prefix.
+            keys: as of `keys_to_keep`; none: nothing of `verified` stays as a cached prefix.
         """
         self.remove(attempt)
         if quarantined:
             self._pool.quarantine(pages)
         else:
             self._pool.release(pages)
-        kept = self._keep(attempt, verified) if keeps else []
+        kept = [page for (_, page), _ in zip(verified, keys, strict=False)]
+        self._pool.admit(kept)
+        for page, key in zip(kept, keys, strict=True):
+            self._pool.publish(page, key)
         self._pool.release([page for _, page in verified[len(kept) :]])
         self._pool.release([*attempt.cached, *kept])
 
-    def _keep(self, attempt: A, verified: Sequence[tuple[int, int]]) -> list[int]:
-        groups = self._scheduler.groups
-        keys = groups.listed_keys(attempt.page_keys, attempt.num_hidden)[len(attempt.cached) :]
-        kept: list[int] = []
-        for (index, page), key in zip(verified, keys, strict=False):
-            if index != len(kept):
-                break
-            self._pool.admit([page])
-            self._pool.publish(page, key)
-            kept.append(page)
-        return kept
+    def keys_to_keep(self, attempt: A, verified: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Of those of `verified`, as of `end`, that continue the cached beginning without a gap, as far as they have
+        keys. Needs no lock: nothing that it reads changes between grant and end."""
+        groups, first, num_cached = self._scheduler.groups, attempt.num_there, len(attempt.cached)
+        num = next((place for place, (index, _) in enumerate(verified) if index != place), len(verified))
+        # Each place has a page; of the first one, in a mixed model, some may be cached.
+        keys = groups.listed_keys(attempt.page_keys[first : first + num + 1], attempt.num_hidden, first)
+        num_before = groups.index_of(first, attempt.num_hidden) if groups.num_windowed else num_cached
+        return keys[num_cached - num_before :][:num]
 
     # -- deciding
 

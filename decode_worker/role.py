@@ -339,8 +339,10 @@ class DecodeRole:
         has_stopped = reason is RefusalReason.WRITER_STOPPED
         with self._lock:
             job = self.ledger.attempts[key]
-            keeps = not (has_stopped or job.may_be_wrong)
-            self.ledger.end(job, pages, verified, quarantined=quarantined, keeps=keeps)
+        # As many as there are pages of the prompt: no step is to wait for them.
+        keys = [] if has_stopped else self.ledger.keys_to_keep(job, verified)
+        with self._lock:
+            self.ledger.end(job, pages, verified, quarantined=quarantined, keys=[] if job.may_be_wrong else keys)
         self._has_changed = True
         self._to_runner(lambda: self._pacing.first_steps_taken(1))
         # A writer that stops by itself tells the router why itself.

@@ -656,7 +656,7 @@ class World:
         """Of one that needs no decode, or does no more; its message may still be on its way there."""
         decode = self.machines[job.decode]
         if job.state is AttemptState.GRANTED:
-            decode.ledger.end(job, job.pages, (), quarantined=False, keeps=False)
+            decode.ledger.end(job, job.pages, (), quarantined=False)
         else:
             decode.ledger.remove(job)
         self._give_pages(decode)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -306,6 +307,30 @@ def test_pages_that_an_end_frees_are_given_on_at_once_and_its_own_answer_stays()
     assert computes.key == here
     assert isinstance(next_made, GrantMade)
     assert next_made.grant.key == handed
+
+
+def test_the_keys_of_a_prompt_whose_handoff_failed_are_listed_while_steps_may_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, lock, seen = World(), threading.Lock(), []
+    monkeypatch.setattr(world.role, "_lock", lock)
+    listed, end = world.role.ledger.keys_to_keep, world.role.ledger.end
+
+    def listed_now(*attempt: Any) -> list[bytes]:
+        seen.append(("keys", lock.locked()))
+        return listed(*attempt)
+
+    def end_now(*attempt: Any, **how: Any) -> None:
+        seen.append(("end", lock.locked()))
+        end(*attempt, **how)
+
+    monkeypatch.setattr(world.role.ledger, "keys_to_keep", listed_now)
+    monkeypatch.setattr(world.role.ledger, "end", end_now)
+    world.reserve(num_tokens=13)
+    (made,) = world.take()
+    assert isinstance(made, GrantMade)
+    assert world.hand_off(made.grant, digests=(1, 2, 3, 4)) is RefusalReason.DIGEST_MISMATCH
+    assert seen == [("keys", False), ("end", True)]
 
 
 def test_many_that_waited_get_their_pages_in_one_go() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -75,7 +77,7 @@ def names(taken: list[Attempt]) -> list[str]:
 def give_back(queue: Queue, name: str) -> None:
     """The handoff ended without admission."""
     attempt = queue.attempts[AttemptKey(name, 1)]
-    queue.end(attempt, attempt.pages, (), quarantined=False, keeps=True)
+    queue.end(attempt, attempt.pages, (), quarantined=False)
 
 
 def compute(queue: Queue, taken: Attempt) -> None:
@@ -390,7 +392,8 @@ def fail_with(queue: Queue, *indices: int, quarantined: bool = False, keeps: boo
     (granted,) = pump(queue)
     verified = tuple((i, granted.pages[i]) for i in indices)
     others = tuple(p for i, p in enumerate(granted.pages) if i not in indices)
-    queue.end(granted, others, verified, quarantined=quarantined, keeps=keeps)
+    keys = queue.keys_to_keep(granted, verified) if keeps else ()
+    queue.end(granted, others, verified, quarantined=quarantined, keys=keys)
     pool(queue).check()
     assert pool(queue).counts().used == pool(queue).counts().reserved == 0
     return list(granted.pages)
@@ -436,16 +439,52 @@ def test_a_page_that_is_cached_meanwhile_is_not_kept_twice() -> None:
     (granted,) = pump(queue)
     meanwhile = cache(queue, TOKENS[: 2 * PAGE])
     verified = tuple(enumerate(granted.pages[:3]))
-    queue.end(granted, granted.pages[3:], verified, quarantined=False, keeps=True)
+    queue.end(granted, granted.pages[3:], verified, quarantined=False, keys=queue.keys_to_keep(granted, verified))
     pool(queue).check()
     assert pool(queue).acquire(page_keys(TOKENS, PAGE, b"m")) == [*meanwhile, granted.pages[2]]
+
+
+class Counted(PageKeys):
+    """Of these as many are read as `num_read` says."""
+
+    num_read = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        self.num_read += len(found) if isinstance(index, slice) else 1
+        return found
+
+    def __iter__(self) -> Iterator[bytes]:
+        self.num_read += len(self)
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("window", [0, 2 * PAGE + 1])
+@pytest.mark.parametrize("num_windowed", [0, 2])
+def test_of_a_long_prompt_only_the_keys_are_listed_that_verified_pages_may_get(window: int, num_windowed: int) -> None:
+    limits = SchedulerLimits(8, 32, 16, 9, window=window, num_windowed=num_windowed if window else 0)
+    queue: Queue = Ledger(BatchScheduler(PagePool(900, PAGE), limits, salt=b"m"), bound=9)
+    tokens = list(range(200 * PAGE + 1))
+    groups, num_hidden = queue._scheduler.groups, queue._scheduler.groups.num_hidden(len(tokens))
+    listed = groups.listed_keys(page_keys(tokens, PAGE, b"m"), num_hidden)
+    held = len(listed)
+    for num_cached, verified in itertools.product({0, 1, held - 5, held - 2}, [(), (1,), (0, 1, 3), (0, 1, 2, 3)]):
+        attempt = reservation("a", 0, tokens=tokens)
+        attempt.page_keys = counted = Counted(attempt.page_keys)
+        attempt.num_hidden, attempt.cached = num_hidden, tuple(range(max(0, num_cached)))
+        attempt.num_there = groups.places_of(len(attempt.cached), num_hidden)
+        num = [index == place for place, index in enumerate(verified)].count(True)  # no gap is followed by a right one
+        found = queue.keys_to_keep(attempt, [(index, 500 + index) for index in verified])
+        assert found == listed[len(attempt.cached) :][:num]
+        assert counted.num_read <= num + 1
 
 
 def test_without_a_prefix_cache_verified_pages_are_free() -> None:
     queue = make_queue()
     queue.push(reservation("a", 3))
     (granted,) = pump(queue)
-    queue.end(granted, (), tuple(enumerate(granted.pages)), quarantined=False, keeps=True)
+    verified = tuple(enumerate(granted.pages))
+    queue.end(granted, (), verified, quarantined=False, keys=queue.keys_to_keep(granted, verified))
     assert pool(queue).counts().free == 40
 
 
@@ -474,7 +513,8 @@ def served_in_order(queue: Queue, sizes: Sizes, ends: Ends, check: Callable[[], 
             if attempt.state is GRANTED:
                 pages = attempt.pages
                 verified = tuple(enumerate(pages[:num_verified]))
-                queue.end(attempt, pages[num_verified:], verified, quarantined=False, keeps=True)
+                keys = queue.keys_to_keep(attempt, verified)
+                queue.end(attempt, pages[num_verified:], verified, quarantined=False, keys=keys)
             else:
                 computed(queue, attempt.key.request_id)
         order += names(pump(queue))

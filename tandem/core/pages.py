@@ -7,6 +7,12 @@ No tensors here. A page is in exactly one state:
     used | reserved ──quarantine──> quarantined ──lift──> free
     cached ──acquire──> used          cached ──evict (least recently used first), discard──> free
 
+Of cached pages those that their texts gave back *behind a window* have a queue of their own, until another text finds
+them: a long text would else push out all that is cached, by pages of which hardly any is looked for again. They go
+first while they are more than a tenth of what is cached, so that a beginning of several texts has time to be found.
+The idea is that of Johnson and Shasha, "2Q: A Low Overhead High Performance Buffer Management Replacement Algorithm",
+VLDB 1994.
+
 `allocate` and `reserve` evict cached pages when free ones do not suffice, and give all pages or none.
 """
 
@@ -22,6 +28,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 _KEY_BYTES = hashlib.sha256().digest_size
+
+# Of the cached pages, those that were given back behind a window and not found since have so much for sure.
+_BEHIND_SHARE = 0.1
 
 
 class PageState(Enum):
@@ -167,7 +176,7 @@ class PagePool:
         self.page_size = page_size
         # Lowest page ids come first, so that neighbours are handed out together and their extents merge.
         self._free: OrderedDict[int, None] = OrderedDict((p, None) for p in range(num_pages))
-        # Invariant: _state[p] is FREE exactly when p is in _free, CACHED exactly when p is in _lru.
+        # Invariant: _state[p] is FREE exactly when p is in _free, CACHED exactly when p is in _lru or in _behind.
         self._state: list[PageState] = [PageState.FREE] * num_pages
         # Invariant: positive exactly when used or reserved.
         self._references: list[int] = [0] * num_pages
@@ -175,6 +184,9 @@ class PagePool:
         self._key_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
         self._lru: OrderedDict[int, None] = OrderedDict()
+        self._behind: OrderedDict[int, None] = OrderedDict()
+        # Pages that another text than their first one has had from the cache; all of them have a key.
+        self._found: set[int] = set()
         # By page: the number of its last `publish`, which no other has.
         self._entry: list[int] = [0] * num_pages
         self._num_entries = 0
@@ -193,7 +205,7 @@ class PagePool:
     @property
     def num_available(self) -> int:
         """Pages that `allocate` could give now: free and evictable ones."""
-        return len(self._free) + len(self._lru)
+        return len(self._free) + len(self._lru) + len(self._behind)
 
     def allocate(self, num_pages: int) -> list[int] | None:
         """Take `num_pages` as used, one reference each; `None` when there are not as many."""
@@ -219,7 +231,10 @@ class PagePool:
         return taken
 
     def _evict_one(self) -> None:
-        page, _ = self._lru.popitem(last=False)
+        num_behind = len(self._behind)
+        is_behind = num_behind > _BEHIND_SHARE * (num_behind + len(self._lru))
+        page, _ = (self._behind if is_behind or not self._lru else self._lru).popitem(last=False)
+        self._found.discard(page)
         key = self._key_of.pop(page)
         del self._page_of[key]
         self._note(key, is_held=False)
@@ -245,11 +260,15 @@ class PagePool:
             if page is None:
                 break
             if self._state[page] is PageState.CACHED:
-                del self._lru[page]
+                self._take_from_cache(page)
                 self._set(page, PageState.USED)
+            self._found.add(page)
             self._references[page] += 1
             pages.append(page)
         return pages
+
+    def _take_from_cache(self, page: int) -> None:
+        del (self._behind if page in self._behind else self._lru)[page]
 
     def acquire_seen(self, keys: Sequence[bytes], window: int) -> tuple[int, list[int]]:
         """As `acquire`, where a token sees the last `window` tokens only: of the longest beginning whose pages are held
@@ -301,14 +320,15 @@ class PagePool:
             if page is None:
                 continue
             del self._key_of[page]
+            self._found.discard(page)
             self._note(key, is_held=False)
             if self._state[page] is PageState.CACHED:
-                del self._lru[page]
+                self._take_from_cache(page)
                 self._to_free(page)
 
     def drop_cache(self) -> None:
         """Evict every cached page."""
-        while self._lru:
+        while self._lru or self._behind:
             self._evict_one()
 
     def note_changes(self) -> None:
@@ -348,11 +368,11 @@ class PagePool:
             self._require(page, PageState.RESERVED)
             self._set(page, PageState.USED)
 
-    def release(self, pages: Sequence[int]) -> None:
+    def release(self, pages: Sequence[int], *, behind: bool = False) -> None:
         """Drop one reference to each page; the last reference frees it, or caches it when it has a key.
 
         Pages of a sequence are given in order; they enter the LRU list last page first, so that a prefix
-        outlives what was built on it.
+        outlives what was built on it. `behind`: no layer that has them sees them any more, and their text goes on.
         """
         for page in reversed(pages):
             self._require(page, PageState.USED, PageState.RESERVED)
@@ -361,7 +381,7 @@ class PagePool:
                 continue
             if page in self._key_of:
                 self._set(page, PageState.CACHED)
-                self._lru[page] = None
+                (self._behind if behind and page not in self._found else self._lru)[page] = None
                 self.num_given_back += 1
             else:
                 self._to_free(page)
@@ -391,6 +411,7 @@ class PagePool:
             key = self._key_of.pop(page, None)
             if key is not None:
                 del self._page_of[key]
+                self._found.discard(page)
                 self._note(key, is_held=False)
             self._references[page] = 0
             self._set(page, PageState.QUARANTINED)
@@ -424,7 +445,7 @@ class PagePool:
         assert self.counts().total == self.num_pages, self.counts()
         for page, state in enumerate(self._state):
             assert (page in self._free) == (state is PageState.FREE), (page, state)
-            assert (page in self._lru) == (state is PageState.CACHED), (page, state)
+            assert (page in self._lru) + (page in self._behind) == (state is PageState.CACHED), (page, state)
             live = state in (PageState.USED, PageState.RESERVED)
             assert (self._references[page] > 0) == live, (page, state, self._references[page])
             key = self._key_of.get(page)
@@ -433,6 +454,7 @@ class PagePool:
                 assert self._page_of[key] == page, (page, self._page_of[key])
             assert state is not PageState.CACHED or key is not None, page
         assert len(self._page_of) == len(self._key_of)
+        assert self._found <= self._key_of.keys()
 
     def _set(self, page: int, state: PageState) -> None:
         self._num[self._state[page]] -= 1

@@ -431,7 +431,7 @@ class BatchScheduler:
         table, of_place = self.sliding(sequence)
         behind = slice(sequence.num_hidden * of_place, num_hidden * of_place)
         num_available = self.pool.num_available
-        self.pool.release(table[behind])
+        self.pool.release(table[behind], behind=True)
         num_back = self.pool.num_available - num_available
         table[behind] = page_table([0]) * (behind.stop - behind.start)
         sequence.num_hidden = num_hidden

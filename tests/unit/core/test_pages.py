@@ -30,7 +30,8 @@ class PoolAgainstModel(RuleBasedStateMachine):
     """Any order of calls leaves the pool as the model says, and `check` content.
 
     The model: a list of holdings (who holds which pages, reserved or used), the quarantined pages, which page has
-    which key, and the cached pages, least recently used first. All else follows.
+    which key, the cached pages, least recently used first, those of them that were given back behind a window, and the
+    pages that were found. All else follows.
     """
 
     @initialize(num_pages=st.integers(1, 12))
@@ -41,6 +42,8 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.quarantined: list[list[int]] = []
         self.key_of: dict[int, bytes] = {}
         self.cached: list[int] = []
+        self.behind: set[int] = set()
+        self.found: set[int] = set()
         self.lacking: list[tuple[list[bytes], int, Shortage]] = []  # keys of a text, pages behind them, what was found
 
     # -- what the model knows
@@ -64,10 +67,27 @@ class PoolAgainstModel(RuleBasedStateMachine):
             pages.append(page)
         return pages
 
+    def victims(self, num_pages: int) -> list[int]:
+        """Those behind a window go first while they are more than a tenth."""
+        left, victims = list(self.cached), list[int]()
+        for _ in range(min(num_pages, len(left))):
+            behind = [page for page in left if page in self.behind]
+            others = [page for page in left if page not in self.behind]
+            victims.append((behind if len(behind) > 0.1 * len(left) or not others else others)[0])
+            left.remove(victims[-1])
+        return victims
+
     def evict(self, num_pages: int) -> None:
-        for page in self.cached[:num_pages]:
+        for page in self.victims(num_pages):
             del self.key_of[page]
-        del self.cached[:num_pages]
+            self.cached.remove(page)
+            self.forget(page)
+
+    def forget(self, page: int) -> None:
+        """It is cached no more, or nobody finds it."""
+        self.behind.discard(page)
+        if page not in self.key_of:
+            self.found.discard(page)
 
     # -- rules
 
@@ -78,7 +98,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
             assert taken is None
             return
         num_evicted = max(0, num_pages - len(free))
-        evictable = set(self.cached[:num_evicted])
+        evictable = set(self.victims(num_evicted))
         assert taken is not None
         assert len(taken) == len(set(taken)) == num_pages
         assert set(taken) <= free | evictable
@@ -109,12 +129,14 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.used.append(pages)
 
     @precondition(lambda self: self.used or self.reserved)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), behind=st.booleans())
+    def release(self, data: st.DataObject, behind: bool) -> None:
         holdings = data.draw(st.sampled_from([h for h in (self.used, self.reserved) if h]))
         pages = holdings.pop(data.draw(st.integers(0, len(holdings) - 1)))
-        self.pool.release(pages)
-        self.cached += [p for p in reversed(pages) if not self.references(p) and p in self.key_of]
+        self.pool.release(pages, behind=behind)
+        cached = [p for p in reversed(pages) if not self.references(p) and p in self.key_of]
+        self.cached += cached
+        self.behind.update(set(cached) - self.found if behind else ())
 
     @precondition(lambda self: self.used)
     @rule(data=st.data(), key=st.sampled_from(KEYS))
@@ -130,6 +152,8 @@ class PoolAgainstModel(RuleBasedStateMachine):
         assert self.pool.match(keys) == len(expected)
         assert self.pool.acquire(keys) == expected
         self.cached = [page for page in self.cached if page not in expected]
+        self.behind.difference_update(expected)
+        self.found.update(expected)
         if expected:
             self.used.append(expected)
 
@@ -142,6 +166,8 @@ class PoolAgainstModel(RuleBasedStateMachine):
         shortage = self.pool.give_up(run, len(keys) - len(run) + num_behind, len(run), next_key)
         was_cached = [page for page in reversed(run) if page in self.cached]
         self.cached = [page for page in self.cached if page not in was_cached] + was_cached
+        self.behind.difference_update(run)
+        self.found.update(run)
         self.lacking.append((keys, num_behind, shortage))
 
     @precondition(lambda self: self.used or self.reserved)
@@ -159,6 +185,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.quarantined.append(pages)
         for page in pages:
             self.key_of.pop(page, None)
+            self.forget(page)
 
     @precondition(lambda self: self.quarantined)
     @rule(data=st.data())
@@ -171,6 +198,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.pool.discard(keys)
         for page in [page for page, key in self.key_of.items() if key in keys]:
             del self.key_of[page]
+            self.forget(page)
             if page in self.cached:
                 self.cached.remove(page)
 
@@ -331,6 +359,32 @@ def test_a_negative_number_of_pages_is_refused() -> None:
 
 
 # -- the prefix cache
+
+
+def test_a_text_that_leaves_its_pages_behind_a_window_pushes_out_a_tenth_of_the_cache_at_most() -> None:
+    """What others have cached they will look for again, and hardly any of the text's own middle."""
+    pool = cached_pool(10, num_cached=8)
+    for number in range(50):
+        (page,) = taken(pool.allocate(1))
+        pool.publish(page, b"middle %d" % number)
+        pool.release([page], behind=True)
+    assert pool.match(KEYS[1:8]) == 7
+    assert pool.counts().cached == 10
+    pool.check()
+
+
+def test_a_page_behind_a_window_that_another_text_has_found_is_as_any() -> None:
+    """As of instructions that all prompts begin with: the oldest of the others goes before it."""
+    pool = cached_pool(4, num_cached=3)
+    (page,) = taken(pool.allocate(1))
+    pool.publish(page, b"common")
+    pool.release([page], behind=True)
+    for _ in range(2):
+        pool.release(pool.acquire([b"common"]), behind=True)
+    assert pool.allocate(3) == [0, 1, 2]
+    assert pool.match([b"common"]) == 1
+    pool.allocate(1)
+    assert pool.match([b"common"]) == 0
 
 
 def test_least_recently_used_page_goes_first() -> None:

@@ -768,6 +768,26 @@ def test_a_beginning_is_found_by_what_its_next_token_sees() -> None:
     assert found_of("last") == (0, 0)
 
 
+@pytest.mark.parametrize("num_windowed", [0, 2])
+def test_a_long_text_leaves_in_the_cache_what_another_will_look_for(num_windowed: int) -> None:
+    """It gives back many more pages behind its window than there are."""
+    scheduler = windowed(20 + 60 * (num_windowed > 0), 9, num_windowed=num_windowed)
+    turn = prompt("a turn", 24)
+    scheduler.add(turn)
+    while turn.num_computed < 24:
+        step(scheduler)
+    scheduler.pool.release(scheduler.retire(turn))
+    long = prompt("long", 100, arrival=1, first=500)
+    scheduler.add(long)
+    while long.num_computed < 180:
+        step(scheduler)
+    scheduler.pool.release(scheduler.remove(long))
+    scheduler.add(next_turn := prompt("a turn", 40))
+    step(scheduler)
+    assert next_turn.num_cached == 24
+    assert scheduler.pool.counts().free < 5, "it could have been given to others"
+
+
 def test_two_that_share_cached_pages_both_go_on_in_pools_without_another_page() -> None:
     """What one gives back the other may still have: each has enough of its own."""
     scheduler = windowed(2 + 2 * 5, 9)

@@ -77,8 +77,8 @@ class Simulation:
         shape = self.scenario.shape(arrivals)
         return replace(
             shape,
-            prefill=replace(shape.prefill, num_workers=cluster.num_prefill, bounds=None),
-            decode=replace(shape.decode, num_workers=cluster.num_decode, bounds=None),
+            prefill=replace(shape.prefill, num_workers=cluster.num_prefill, bounds=None, others=()),
+            decode=replace(shape.decode, num_workers=cluster.num_decode, bounds=None, others=()),
             ttft_s=self.slo.ttft_s or shape.ttft_s,
             tpot_s=self.slo.tpot_s or shape.tpot_s,
         )

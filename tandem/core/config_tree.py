@@ -12,7 +12,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +29,12 @@ def key(
     if isinstance(default, (list, dict)):
         raise TypeError("use tuples: the tree is frozen")
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def named(help: str, example: str) -> Any:
+    """A field of sections that have names, none by default; `example`: one section, as an error shows it."""
+    metadata = {"help": help, "minimum": None, "maximum": None, "choices": (), "example": example}
+    return dataclasses.field(default_factory=dict, metadata=metadata)
 
 
 def read_yaml(path: Path, option: str = "--config") -> dict[str, Any]:
@@ -88,9 +94,24 @@ def _build(section: type[_Section], tree: Any, path: str, root: type[Any]) -> _S
         hint = hints[name]
         if dataclasses.is_dataclass(hint):
             values[name] = _build(typing.cast(type, hint), value if value is not None else {}, full, root)
+        elif typing.get_origin(hint) is Mapping:
+            values[name] = build_named(typing.get_args(hint)[1], value, full, fields[name].metadata["example"])
         else:
             values[name] = _checked(value, hint, fields[name].metadata, full)
     return section(**values)
+
+
+def build_named(section: type[_Section], tree: Any, path: str, example: str) -> dict[str, _Section]:
+    """Of each name its section. Raises `ConfigError`; `example`: one section, as it is written."""
+    if not isinstance(tree, dict | None):
+        raise ConfigError(f"{path} must hold names, each with keys and values, as {example}, not {tree!r}", key=path)
+    found = {}
+    for name, keys in (tree or {}).items():
+        full = f"{path}.{name}"
+        if not isinstance(keys, dict | None):
+            raise ConfigError(f"{full} must hold keys and values, as {example}, not {keys!r}", key=full)
+        found[str(name)] = _build(section, keys or {}, full, section)
+    return found
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

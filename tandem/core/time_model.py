@@ -6,23 +6,27 @@ A YAML file says it. A simulation is told so what to simulate, and workers of a 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from tandem.core.config_tree import build, key, read_yaml
+from tandem.core.config_tree import build, did_you_mean, key, named, read_yaml
 from tandem.core.dtypes import PAGE_DTYPES, kv_head_bytes
 from tandem.core.errors import ConfigError
-from tandem.core.identity import Role
+from tandem.core.identity import WORKER_ROLES, Role
 from tandem.core.layer_groups import KeptPages, kept_pages
 from tandem.core.step_table import read_table
 from tandem.core.step_times import Card, Fitted, ModelSize, Roofline, StepTimes
 from tandem.core.windows import Windows, windows_in
+from tandem.core.worker_types import TYPE_EXAMPLE, TypeSpec, check_types
 
 _GIGA, _TERA = 1e9, 1e12
 
 SIMULATED_TOKEN_BYTES = 64
 """Of the pages of a simulated engine, which stand for the real ones."""
+
+_TOKENS = 100_000  # for which a worker of no type has room
 
 #: What a scenario of `tandem sim` says beside: a simulated engine reads its file too, and has no use for it.
 OF_SIMULATIONS = (
@@ -31,11 +35,36 @@ OF_SIMULATIONS = (
 
 
 @dataclass(frozen=True)
+class GroupSpec:
+    """Workers of one type, beside those of others in their pool."""
+
+    workers: int = key(1, "How many.", minimum=1)
+    type: str = key("", "Which of `types` they are.")
+    tokens: int = key(0, "Tokens of KV for which one has room; 0: what its type's memory has room for.", minimum=0)
+
+
+@dataclass(frozen=True)
 class PoolSpec:
-    """Workers of one role, all alike."""
+    """Workers of one role, all alike but for `others`."""
 
     workers: int = key(1, "How many; 0 of prefill: decode workers compute all prompts.", minimum=0)
-    tokens: int = key(100_000, "Tokens of KV for which one has room.", minimum=1)
+    tokens: int = key(
+        0,
+        "Tokens of KV for which one has room; 0: what its type's memory has room for, without a type 100,000.",
+        minimum=0,
+    )
+    type: str = key("", "Which of `types` they are; empty: what `card` says.")
+    others: tuple[GroupSpec, ...] = key((), "Workers of other types in this pool.")
+
+    @property
+    def groups(self) -> tuple[PoolSpec | GroupSpec, ...]:
+        """Those whose type a worker has that is started later, then the others."""
+        return self, *self.others
+
+    @property
+    def num_workers(self) -> int:
+        """Of all types."""
+        return sum(group.workers for group in self.groups)
 
 
 @dataclass(frozen=True)
@@ -87,6 +116,12 @@ class CardSpec:
         False, "Limits of steps, targets that `slo` leaves open, and pages behind a window are those of CPUs."
     )
 
+    @property
+    def card(self) -> Card:
+        return Card(
+            self.tflops * _TERA, self.gb_per_s * _GIGA, self.flops_share, self.bytes_share, self.overhead_ms * 1e-3
+        )
+
 
 @dataclass(frozen=True)
 class FittedSpec:
@@ -117,12 +152,56 @@ class TimeModel:
     card: CardSpec = field(default_factory=CardSpec)
     fitted: FittedSpec = field(default_factory=FittedSpec)
     table: str = key("", "A profile of steps (CSV), relative to this file.")
+    types: Mapping[str, TypeSpec] = named("Of workers, by name: their cards, prices and powers.", TYPE_EXAMPLE)
 
     def __post_init__(self) -> None:
-        if not self.decode.workers:
+        if not self.decode.num_workers:
             raise ConfigError("decode.workers is 0, must be at least 1: somebody generates", key="decode.workers")
         if self.times == "table" and not self.table:
             raise ConfigError("times: table needs a profile of steps; name its file", key="table")
+        check_types(self.types)
+        for role in WORKER_ROLES:
+            for number, group in enumerate(self.pool(role).groups):
+                self._check_type(role, group.type, f"others[{number - 1}].type" if number else "type")
+        self._check_card()
+
+    def _check_type(self, role: Role, name: str, key: str) -> None:
+        full, known = f"{role.value}.{key}", ", ".join(self.types)
+        if not name:
+            if self.types and self.pool(role).num_workers:
+                raise ConfigError(f"{full} is missing, and there are types: name one of {known}", key=full)
+            if not self.types and key != "type":
+                raise ConfigError(f"{full} is missing; name one, and say of it in types what it is", key=full)
+            return
+        if name not in self.types:
+            remedy = f"{did_you_mean(name, self.types)}known: {known}"
+            remedy = remedy if known else f"add types: {{{name}: {TYPE_EXAMPLE}}}"
+            raise ConfigError(f"{full} is {name!r}, which is none of types; {remedy}", key=full)
+        if not self.types[name].may_serve(role):
+            roles = self.types[name].roles
+            raise ConfigError(
+                f"{full} is {name!r}, which serves as {roles} alone; name another one, or set types.{name}.roles to "
+                "both",
+                key=full,
+            )
+
+    def _check_card(self) -> None:
+        """What is said of all workers must not be what is said of their types."""
+        if not self.types:
+            return
+        if self.times != "roofline":
+            used = {group.type for role in WORKER_ROLES for group in self.pool(role).groups if group.type}
+            if len({self.types[name].of_steps for name in used}) > 1:
+                raise ConfigError(
+                    f"times: {self.times} is of all workers, and these are of types with other cards; take times: "
+                    "roofline, or one card for all types",
+                    key="times",
+                )
+        if replace(self.card, is_cpu=False) != CardSpec():
+            raise ConfigError(
+                "card says something of all workers, and these have types; say it of the types, or leave it out",
+                key="card",
+            )
 
     def pool(self, role: Role) -> PoolSpec:
         return self.prefill if role is Role.PREFILL else self.decode
@@ -132,11 +211,34 @@ class TimeModel:
         model, on_cpu = self.model, self.card.is_cpu
         return kept_pages(model.windows, model.layers, page_size, on_cpu=on_cpu, mixed=mixed, max_context=max_context)
 
-    def step_times(self) -> StepTimes:
-        """Raises `ConfigError` where the profile cannot be used."""
+    def tokens(self, group: PoolSpec | GroupSpec) -> int:
+        """For which a worker has room. Raises `ConfigError` where the weights leave none."""
+        if group.tokens or not group.type:
+            return group.tokens or _TOKENS
+        room = self.types[group.type].machine.kv_room(self._weight_bytes, self._token_bytes)
+        if room < 1:
+            raise ConfigError(
+                f"types.{group.type}: its memory has no room for the weights of the model "
+                f"({self._weight_bytes / _GIGA:,.0f} GB) and pages; give it more cards, or weights fewer bits",
+                key=f"types.{group.type}.cards",
+            )
+        return room
+
+    @property
+    def _weight_bytes(self) -> float:
+        return self.model.parameters * self.model.weight_bits / 8
+
+    @property
+    def _token_bytes(self) -> int:
+        model = self.model
+        return 2 * model.layers * model.kv_heads * kv_head_bytes(model.kv_dtype, model.head_dim)
+
+    def step_times(self, type: str = "") -> StepTimes:
+        """Of workers of a type; empty: of those that have none. Raises `ConfigError` for a profile that cannot be
+        used."""
         if self.times == "table":
             return read_table(Path(self.table))
-        model, card = self.model, self.card
+        model = self.model
         if self.times == "fitted":
             fitted = self.fitted
             return Fitted(
@@ -147,15 +249,10 @@ class TimeModel:
                 fitted.pair_ns * 1e-9,
                 model.windows,
             )
-        token_bytes = 2 * model.layers * model.kv_heads * kv_head_bytes(model.kv_dtype, model.head_dim)
-        weight_bytes = model.parameters * model.weight_bits / 8
-        size = ModelSize(model.parameters, weight_bytes, token_bytes, model.layers, model.hidden_size, model.windows)
-        return Roofline(
-            size,
-            Card(
-                card.tflops * _TERA, card.gb_per_s * _GIGA, card.flops_share, card.bytes_share, card.overhead_ms * 1e-3
-            ),
+        size = ModelSize(
+            model.parameters, self._weight_bytes, self._token_bytes, model.layers, model.hidden_size, model.windows
         )
+        return Roofline(size, self.types[type].machine.times if type else self.card.card)
 
 
 _Model = TypeVar("_Model", bound=TimeModel)

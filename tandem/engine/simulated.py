@@ -23,7 +23,7 @@ from tandem.core.identity import Role
 from tandem.core.pooling import read_pooling
 from tandem.core.sampling import SampledToken, SampleRow, uniform
 from tandem.core.step_times import Terms
-from tandem.core.time_model import SIMULATED_TOKEN_BYTES, read_time_model
+from tandem.core.time_model import SIMULATED_TOKEN_BYTES, PoolSpec, read_time_model
 from tandem.core.tokenizer import Tokenizer
 from tandem.engine import loader
 from tandem.engine.arena import KVArena
@@ -70,7 +70,7 @@ class SimulatedEngine:
         config, spec = loader.load_config(model_dir), read_time_model(time_model)
         if read_pooling(model_dir) is not None:
             raise ConfigError(f"{model_dir} embeds or scores, and the simulated engine generates", key="model.engine")
-        room = spec.pool(role).tokens
+        room = spec.tokens(spec.pool(role))
         if room < page_size:
             raise ConfigError(
                 f"{time_model}: {role.value}.tokens is {room}, which is not a page of {page_size} tokens",
@@ -87,12 +87,12 @@ class SimulatedEngine:
         self.window, self.num_windowed = kept.groups.window, kept.groups.num_windowed
         self.types = Types.all_of(self.layout.dtype)
         # Both roles read one file; whose times differ must not share a cluster by mistake.
-        shape = repr((replace(spec, prefill=spec.decode), self.vocab_size, self.max_context))
+        shape = repr((replace(spec, prefill=PoolSpec(workers=0)), self.vocab_size, self.max_context))
         self.weights_sha256 = hashlib.sha256(b"simulated" + shape.encode()).hexdigest()
         self.on_cpu = spec.card.is_cpu
         self.computes_apart = not self.on_cpu
         self._done_s = 0.0  # when the last step is computed, on the monotonic clock
-        self._times = spec.step_times()
+        self._times = spec.step_times(spec.pool(role).type)
         self.windows = self._times.windows
         self._mean_output = spec.model.output_tokens
         special = Tokenizer.from_dir(model_dir).special_ids | set(self.eos_token_ids)

@@ -2,46 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 from tandem.core.config import CacheConfig
 from tandem.core.layer_groups import KeptPages, kept_pages
 from tandem.core.step_times import Roofline, Terms
 from tandem.core.windows import NO_WINDOWS, Windows
-from tandem.plan.cards import CardSheet
+from tandem.core.worker_types import Machine
 from tandem.plan.shapes import ModelShape
-
-_GIGA = 1e9
-_HOUR_S = 3600.0
-_MILLION = 1e6
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """One worker: cards that share a model.
-
-    Attributes:
-        num_cards: they share all work evenly, at no cost.
-        flops_share, bytes_share: of the peaks, that are reached.
-        overhead_s: of a step, beside computing.
-        memory_share: of the cards' memory, for weights and pages.
-    """
-
-    card: CardSheet
-    num_cards: int = 1
-    flops_share: float = 0.6
-    bytes_share: float = 0.8
-    overhead_s: float = 0.002
-    memory_share: float = 0.9
-
-    @property
-    def memory_bytes(self) -> float:
-        return self.num_cards * self.card.memory_gb * _GIGA * self.memory_share
-
-    @property
-    def watts(self) -> float:
-        return self.num_cards * self.card.watts
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +57,12 @@ class Served:
 
 def roofline(model: Served, machine: Machine) -> Roofline:
     """Its steps' times."""
-    card = machine.card.times(machine.num_cards, machine.flops_share, machine.bytes_share, machine.overhead_s)
-    return Roofline(model.shape.size(model.weight_bits, model.kv_dtype), card)
+    return Roofline(model.shape.size(model.weight_bits, model.kv_dtype), machine.times)
 
 
 def kv_room(model: Served, machine: Machine) -> int:
     """Tokens for whose K and V in all layers there is room beside the weights; 0 or less: not even these fit."""
-    return math.floor((machine.memory_bytes - model.weight_bytes) / model.token_bytes)
+    return machine.kv_room(model.weight_bytes, model.token_bytes)
 
 
 def prefill_terms(num_tokens: int, windows: Windows = NO_WINDOWS) -> Terms:
@@ -193,8 +160,3 @@ def rates(model: Served, machine: Machine, num_input: int, num_output: int, tpot
     prefill_s = times.seconds(prefill_terms(num_input, times.windows))
     decode_s = times.seconds(decode_terms(batch.most, context, times.windows))
     return Rates(num_input / prefill_s, batch.most / decode_s if batch.most else 0.0, batch)
-
-
-def cost_per_million(price_per_hour: float, tokens_per_s: float) -> float:
-    """Of a worker with this price, for a million tokens at this rate; infinite where it gives none."""
-    return price_per_hour / (tokens_per_s * _HOUR_S / _MILLION) if tokens_per_s > 0 else math.inf

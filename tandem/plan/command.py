@@ -9,14 +9,14 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from tandem.bench.report import json_file
+from tandem.core.cards import find_card
 from tandem.core.config_tree import read_yaml
 from tandem.core.errors import ConfigError
+from tandem.core.worker_types import Machine, cost_per_million
 from tandem.plan.calculators import (
     Batch,
-    Machine,
     Phase,
     Served,
-    cost_per_million,
     decode_terms,
     kv_room,
     largest_batch,
@@ -27,7 +27,6 @@ from tandem.plan.calculators import (
 from tandem.plan.calculators import (
     roofline as roofline_of,
 )
-from tandem.plan.cards import find_card
 from tandem.plan.files import check_before, write_files
 from tandem.plan.plan_file import read_plan
 from tandem.plan.report import report, said_of_windows

@@ -9,8 +9,9 @@ from typing import Any
 import yaml
 
 from tandem.core.errors import ConfigError
+from tandem.core.worker_types import TypeSpec
 from tandem.core.writable import check_writable
-from tandem.plan.plan_file import Plan, TypeSpec
+from tandem.plan.plan_file import Plan
 from tandem.plan.size import Found, num_nodes
 
 _ROLES = ("prefill", "decode")

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from tandem.core.config import Config
-from tandem.core.config_tree import build, key, read_yaml
+from tandem.core.config_tree import build, build_named, key, read_yaml
 from tandem.core.dtypes import PAGE_DTYPES
 from tandem.core.errors import ConfigError
-from tandem.plan.calculators import Machine, Served, kv_room
-from tandem.plan.cards import find_card
+from tandem.core.worker_types import TYPE_EXAMPLE, TypeSpec, check_types
+from tandem.plan.calculators import Served, kv_room
 from tandem.plan.shapes import find_shape
 from tandem.sim.scenario import LoadSpec, NetworkSpec
 
@@ -34,26 +34,6 @@ class TargetsSpec:
     ttft_ms: float = key(1000.0, "Time to first token, queueing included.", minimum=0.001)
     tpot_ms: float = key(50.0, "Time per token after the first.", minimum=0.001)
     share: float = key(0.9, "Of the requests that keep both.", minimum=0.01, maximum=1)
-
-
-@dataclass(frozen=True)
-class TypeSpec:
-    """One worker of a type."""
-
-    card: str = key("h100", "Its cards, by the names of `tandem plan roofline`.")
-    cards: int = key(1, "How many cards one worker has, which share its work evenly.", minimum=1)
-    price: float = key(1.0, "Of one worker for an hour.", minimum=0)
-    roles: str = key("both", "What it may serve as.", choices=("both", "prefill", "decode"))
-    instance: str = key("", "What the cloud calls the node; for the cluster.yaml that is written.")
-    workers_of_node: int = key(1, "How many workers a node of this type has room for.", minimum=1)
-    flops_share: float = key(0.6, "Of the peak that is reached.", minimum=0.01, maximum=1)
-    bytes_share: float = key(0.8, "Of the peak that is reached.", minimum=0.01, maximum=1)
-    overhead_ms: float = key(2.0, "Of a step, beside computing.", minimum=0)
-
-    @property
-    def machine(self) -> Machine:
-        """Raises `ConfigError` for a card that is not known."""
-        return Machine(find_card(self.card), self.cards, self.flops_share, self.bytes_share, self.overhead_ms * 1e-3)
 
 
 @dataclass(frozen=True)
@@ -97,17 +77,8 @@ def _types(tree: Any) -> dict[str, TypeSpec]:
         raise ConfigError(
             "types must name one type of worker or more: `types: {h100: {card: h100, price: 4.0}}`", key="types"
         )
-    types = {}
-    for name, keys in tree.items():
-        if not isinstance(keys, dict | None):
-            raise ConfigError(
-                f"types.{name} must hold keys and values, as {{card: h100, price: 4.0}}, not {keys!r}",
-                key=f"types.{name}",
-            )
-        try:
-            types[str(name)] = build(TypeSpec, keys or {})
-        except ConfigError as error:
-            raise ConfigError(f"types.{name}: {error.message}", key=f"types.{name}") from error
+    types = build_named(TypeSpec, tree, "types", TYPE_EXAMPLE)
+    check_types(types)
     return types
 
 

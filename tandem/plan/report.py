@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
+from tandem.core.worker_types import TypeSpec
 from tandem.plan.calculators import Served
-from tandem.plan.plan_file import LEAST_POWER, MOST_GOODPUT, Plan, TypeSpec
+from tandem.plan.plan_file import LEAST_POWER, MOST_GOODPUT, Plan
 from tandem.plan.search import price
 from tandem.plan.simulate import Kept
 from tandem.plan.size import Found

@@ -14,8 +14,9 @@ from functools import partial
 
 from tandem.core.errors import ConfigError
 from tandem.core.identity import WORKER_ROLES, Role
+from tandem.core.worker_types import TypeSpec
 from tandem.plan.calculators import Served, rates
-from tandem.plan.plan_file import LEAST_POWER, Plan, TypeSpec
+from tandem.plan.plan_file import LEAST_POWER, Plan
 from tandem.plan.simulate import Kept, Means, Pools, has_room
 
 Evaluate = Callable[[Pools], Kept]
@@ -99,7 +100,7 @@ def price(plan: Plan, types: dict[str, TypeSpec], pools: Pools) -> float:
     """Of an hour of all workers; where power is what counts, in watts."""
     prefill, decode = types[pools.prefill_type], types[pools.decode_type]
     if plan.goal == LEAST_POWER:
-        return pools.num_prefill * prefill.machine.watts + pools.num_decode * decode.machine.watts
+        return pools.num_prefill * prefill.power.busy + pools.num_decode * decode.power.busy
     return pools.num_prefill * prefill.price + pools.num_decode * decode.price
 
 

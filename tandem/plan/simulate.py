@@ -18,8 +18,9 @@ from tandem.core.errors import ConfigError
 from tandem.core.identity import Role
 from tandem.core.pages import PagePool
 from tandem.core.time_model import CardSpec, ModelSpec, PoolSpec
+from tandem.core.worker_types import TypeSpec
 from tandem.plan.calculators import kv_room, roofline
-from tandem.plan.plan_file import Plan, TypeSpec
+from tandem.plan.plan_file import Plan
 from tandem.sim.load import Arrival
 from tandem.sim.outcome import Outcome
 from tandem.sim.scenario import LoadSpec, Scenario, arrivals

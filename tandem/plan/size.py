@@ -12,7 +12,8 @@ from threading import Lock
 from typing import Any, TypeVar
 
 from tandem.core.errors import ConfigError
-from tandem.plan.plan_file import MOST_GOODPUT, Plan, TypeSpec
+from tandem.core.worker_types import TypeSpec
+from tandem.plan.plan_file import MOST_GOODPUT, Plan
 from tandem.plan.search import Pair, cheapest, most_speed, pairs, price, within
 from tandem.plan.simulate import Kept, Pools, follow, mean_lengths, simulate
 from tandem.sim.scenario import LoadSpec

@@ -74,7 +74,7 @@ class Figures:
             waiting_tokens=queued + turns.num_waiting_tokens_to_compute,
             kv_tokens=kv,
             waiting_kv_tokens=(num_waiting + turns.num_held_for_decode) * kv / num_held if num_held else 0.0,
-            kv_capacity=pools[0].num_pages * pools[0].page_size if pools else 0,
+            kv_capacity=sum(pool.num_pages * pool.page_size for pool in pools) / len(pools) if pools else 0,
             max_num_seqs=machines[Role.DECODE][0].scheduler.limits.max_num_seqs if pools else 0,
         )
         return Sample(asked, worked, held)

@@ -18,6 +18,7 @@ class Life:
 
     Attributes:
         seat: the role that its process was started in.
+        type: the name of its type, which it keeps in another role.
         is_heir: its process was in the other role before.
         machine: once it is ready.
         heir: the life in the other role that its process begins when nothing is left of this one.
@@ -29,6 +30,7 @@ class Life:
     role: Role
     asked_s: float
     seat: Role
+    type: str = ""
     is_heir: bool = False
     machine: Machine | None = None
     heir: Life | None = None
@@ -47,7 +49,7 @@ class Life:
 
 class Fleet:
     """Args:
-    make: makes a machine that is ready.
+    make: makes a machine that is ready, of a type by its name.
     on_ready, on_leave: called with a machine that takes requests from now on, or no more.
     flexible: lives that may be in another role than their process was started in.
     change_s: from the end of one life to the next of the same process.
@@ -56,7 +58,7 @@ class Fleet:
     def __init__(
         self,
         kernel: Kernel,
-        make: Callable[[WorkerKey, Role], Machine],
+        make: Callable[[WorkerKey, Role, str], Machine],
         on_ready: Callable[[Machine], object],
         on_leave: Callable[[Machine], object],
         flexible: int = 0,
@@ -68,17 +70,18 @@ class Fleet:
         self._num_made = {Role.PREFILL: 0, Role.DECODE: 0}
         self._present: dict[Role, list[Life]] = {Role.PREFILL: [], Role.DECODE: []}  # that have not left
 
-    def start(self, role: Role, start_s: float) -> None:
+    def start(self, role: Role, start_s: float, type_name: str) -> None:
         """One worker more, in `start_s`."""
-        life = self._begin(role, role, is_heir=False)
+        life = self._begin(role, role, type_name, is_heir=False)
         self.lives.append(life)
         if start_s:
             self._kernel.after(start_s, lambda: self._ready(life))
         else:
             self._ready(life)
 
-    def _begin(self, role: Role, seat: Role, *, is_heir: bool) -> Life:
-        life = Life(WorkerKey(f"{role.value}-{self._num_made[role]}", "1"), role, self._kernel.now_s, seat, is_heir)
+    def _begin(self, role: Role, seat: Role, type_name: str, *, is_heir: bool) -> Life:
+        key = WorkerKey(f"{role.value}-{self._num_made[role]}", "1")
+        life = Life(key, role, self._kernel.now_s, seat, type_name, is_heir)
         self._num_made[role] += 1
         self._present[role].append(life)
         return life
@@ -86,7 +89,7 @@ class Fleet:
     def _ready(self, life: Life) -> None:
         if life.left_s is not None:  # it was given up while it started
             return
-        life.machine, life.ready_s = self._make(life.key, life.role), self._kernel.now_s
+        life.machine, life.ready_s = self._make(life.key, life.role, life.type), self._kernel.now_s
         self._on_ready(life.machine)
 
     def give_up(self, role: Role) -> None:
@@ -100,7 +103,7 @@ class Fleet:
         if instead:
             self.give_up(taker)
         life = self._first_to_go(giver)
-        life.heir = self._begin(taker, life.seat, is_heir=True)
+        life.heir = self._begin(taker, life.seat, life.type, is_heir=True)
         self._let_go(life)
 
     def _first_to_go(self, role: Role) -> Life:
@@ -125,10 +128,10 @@ class Fleet:
         life.gone_s = self._kernel.now_s
         if life.left_s is None:
             self._let_go(life)
-            self.start(life.role, start_s)
+            self.start(life.role, start_s, life.type)
         elif life.heir is not None and life.heir.left_s is None:
             self._present[life.heir.role].remove(life.heir)
-            self.start(life.heir.role, start_s)
+            self.start(life.heir.role, start_s, life.type)
         return life.machine
 
     def look(self) -> None:

@@ -15,6 +15,7 @@ from tandem.bench.report.summary import CacheUse, Distribution, TurnFigures, dis
 from tandem.bench.report.tables import turn_table
 from tandem.core.errors import ConfigError, DeadlineError, OverloadedError, RateLimitError, UnmeetableDeadlineError
 from tandem.core.identity import WORKER_ROLES, Role
+from tandem.sim.costs import cost_rows, cost_table, costs
 from tandem.sim.outcome import Outcome
 from tandem.sim.world import World
 
@@ -31,6 +32,8 @@ def content(world: World, outcomes: Sequence[Outcome], took_s: float) -> dict[st
     if not outcomes:
         raise ConfigError("all requests failed; let fewer workers die, or later, or give more time", key="faults")
     end_s = max(outcome.last_token_s for outcome in outcomes)
+    num_input, num_output = sum(one.arrival.num_input for one in outcomes), sum(one.num_tokens for one in outcomes)
+    type_of = {life.key: life.type for life in world.fleet.lives}
     latencies = {
         "ttft_s": [one.ttft_s for one in outcomes],
         "tpot_s": [one.tpot_s for one in outcomes if one.tpot_s is not None],
@@ -52,11 +55,11 @@ def content(world: World, outcomes: Sequence[Outcome], took_s: float) -> dict[st
         "num_unsent": world.num_unsent,
         "num_recovered": sum(one.num_recoveries > 0 for one in outcomes),
         "num_recoveries": sum(one.num_recoveries for one in asked),
-        "num_input_tokens": sum(one.arrival.num_input for one in outcomes),
+        "num_input_tokens": num_input,
         "num_cached_tokens": sum(one.num_cached or 0 for one in outcomes) if world.shape.prefix_cache else None,
         "tiers": _tiers(world),
-        "num_output_tokens": sum(one.num_tokens for one in outcomes),
-        "output_tokens_per_s": sum(one.num_tokens for one in outcomes) / end_s,
+        "num_output_tokens": num_output,
+        "output_tokens_per_s": num_output / end_s,
         "slo": {
             "ttft_s": world.shape.ttft_s,
             "tpot_s": world.shape.tpot_s,
@@ -66,6 +69,7 @@ def content(world: World, outcomes: Sequence[Outcome], took_s: float) -> dict[st
         "classes": [_class(world, name, asked) for name in world.shape.kinds],
         "tenants": [_tenant(world, name, asked) for name in world.shape.tenants],
         "worker_hours": {role.value: worker_hours(world, role, end_s) for role in WORKER_ROLES},
+        "costs": costs(world, end_s, num_input + num_output, num_output),
         "pools": {role.value: _pool(world, role, end_s) for role in WORKER_ROLES},
         "role_changes": [
             {
@@ -90,6 +94,7 @@ def content(world: World, outcomes: Sequence[Outcome], took_s: float) -> dict[st
             {
                 "name": machine.key.worker_id,
                 "role": machine.role.value,
+                "type": type_of[machine.key],
                 "busy_share": machine.work.busy_s / end_s,
                 **dataclasses.asdict(machine.work),
             }
@@ -290,6 +295,9 @@ def tables(found: dict[str, Any]) -> list[Table]:
     targets = f"TTFT {slo['ttft_s']:g} s and TPOT {slo['tpot_s'] * 1e3:g} ms"
     targets = "the targets of their classes" if found["classes"] else targets
     counts.add_row("SLO attainment", f"{slo['kept_share']:.1%} of the requests kept {targets}")
+    if found["costs"] is not None:
+        for name, said in cost_rows(found["costs"]):
+            counts.add_row(name, said)
     if found["role_changes"]:
         counts.add_row("role changes", str(len(found["role_changes"])))
     counts.add_row("simulated", f"{found['simulated_s']:,.1f} s in {found['took_s']:,.1f} s")
@@ -312,7 +320,8 @@ def tables(found: dict[str, Any]) -> list[Table]:
             column.justify = "right"
     turns = [turn_table([_turn_from(each) for each in found["turns"][:_MOST_TURNS]])] if found["turns"] else []
     of_shares = [table for table in (classes, tenants) if table.rows]
-    return [latencies, counts, pools, *turns, *of_shares]
+    of_types = [cost_table(found["costs"])] if found["costs"] is not None else []
+    return [latencies, counts, pools, *of_types, *turns, *of_shares]
 
 
 def _tenant_table(tenants: Sequence[dict[str, Any]]) -> Table:

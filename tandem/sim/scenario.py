@@ -17,13 +17,13 @@ from tandem.cluster.supervisor.autoscale import Range, Settings
 from tandem.core.config import MOST_SEQS, Config, SloConfig
 from tandem.core.config_tree import build, key, read_yaml
 from tandem.core.errors import ConfigError
-from tandem.core.identity import Role
+from tandem.core.identity import WORKER_ROLES, Role
 from tandem.core.layer_groups import KeptPages
-from tandem.core.time_model import PoolSpec, TimeModel, beside
+from tandem.core.time_model import GroupSpec, PoolSpec, TimeModel, beside
 from tandem.sim.conversations import ConversationPlan, closed, drawn_conversations
 from tandem.sim.faults import Death, FaultShape, SlowLink, parse_fault
 from tandem.sim.load import Arrival, Lengths, drawn, of_kinds, of_tenants, recorded
-from tandem.sim.shape import KindShape, PoolShape, TenantShape, WorldShape
+from tandem.sim.shape import ANY_TYPE, KindShape, PoolShape, TenantShape, WorkerType, WorldShape
 from tandem.sim.tiers import TierShape
 from tandem.worker.limits import Site, scheduler_limits
 
@@ -177,7 +177,7 @@ class Scenario(TimeModel):
             prefill=self._pool(Role.PREFILL, self.prefill),
             decode=self._pool(Role.DECODE, self.decode),
             kv_format=self._kv_format,
-            times=self.step_times(),
+            times=self.step_times(self.decode.type),
             bytes_per_s=network.gb_per_s * _GIGA,
             latency_s=network.latency_us * 1e-6,
             message_s=network.message_us * 1e-6,
@@ -198,6 +198,7 @@ class Scenario(TimeModel):
             kinds={one.name: _kind(one) for one in self.classes},
             ageing_s=config.scheduling.priority_ageing_s,
             max_waiting=config.scheduling.max_queued_requests if self.refuses else None,
+            changed=self._changed if config.pools.flexible else {},
         )
 
     @property
@@ -205,7 +206,7 @@ class Scenario(TimeModel):
         limits, scheduling = self.tandem.limits, self.tandem.scheduling
         faults = [parse_fault(text) for text in self.faults]
         slow = tuple(fault for fault in faults if isinstance(fault, SlowLink))
-        senders = [f"{Role.PREFILL.value}-{number}" for number in range(self.prefill.workers)]
+        senders = [f"{Role.PREFILL.value}-{number}" for number in range(self.prefill.num_workers)]
         for link in slow:
             if link.worker not in senders:
                 raise ConfigError(
@@ -245,33 +246,54 @@ class Scenario(TimeModel):
         )  # fmt: skip
         return KvFormat(layout, "simulated")
 
-    def num_pages(self, pool: PoolSpec) -> int:
+    def num_pages(self, group: PoolSpec | GroupSpec) -> int:
         """Of each of its workers."""
-        return max(1, self._kept.num_pages(pool.tokens))
+        return max(1, self._kept.num_pages(self.tokens(group)))
 
-    def most_tokens(self, pool: PoolSpec) -> int:
+    def most_tokens(self, group: PoolSpec | GroupSpec) -> int:
         """Of the longest text that one of its workers keeps."""
-        return self._kept.groups.most_tokens(self.num_pages(pool), self.tandem.scheduling.chunk_size)
+        return self._kept.groups.most_tokens(self.num_pages(group), self.tandem.scheduling.chunk_size)
 
     def _pool(self, role: Role, pool: PoolSpec) -> PoolShape:
-        kept, num_pages = self._kept, self.num_pages(pool)
+        first, *others = (self._group(role, group) for group in pool.groups)
+        return replace(first, bounds=self._bounds(role, pool), others=tuple(others))
+
+    def _group(self, role: Role, group: PoolSpec | GroupSpec) -> PoolShape:
+        kept, num_pages = self._kept, self.num_pages(group)
         site, groups = Site(role, on_cpu=self.card.is_cpu), kept.groups
         limits = scheduler_limits(self.tandem, site, kept.num_slots(num_pages), groups.window, groups.num_windowed)
-        # A real worker refuses beyond its bound; here all wait.
         return PoolShape(
-            pool.workers, num_pages, replace(limits, queue_bound=sys.maxsize), bounds=self._bounds(role, pool)
+            group.workers,
+            num_pages,
+            replace(limits, queue_bound=sys.maxsize),  # a real worker refuses beyond its bound; here all wait
+            times=self.step_times(group.type) if group.type else None,
+            type=self._type(group.type),
         )
+
+    def _type(self, name: str) -> WorkerType:
+        return WorkerType(name, self.types[name].price, self.types[name].power) if name else ANY_TYPE
+
+    @property
+    def _changed(self) -> dict[tuple[Role, str], PoolShape]:
+        """Workers of either pool in the other role: with the room that they had."""
+        return {
+            (other, group.type): self._group(other, group)
+            for role, other in (WORKER_ROLES, reversed(WORKER_ROLES))
+            for group in self.pool(role).groups
+            if group.type
+        }
 
     def _bounds(self, role: Role, pool: PoolSpec) -> Range:
         spec: BoundsSpec = getattr(self.pools, role)
-        found = Range(spec.min or pool.workers, spec.max or pool.workers)
-        if not found.least <= pool.workers <= found.most:
+        num = pool.num_workers
+        found = Range(spec.min or num, spec.max or num)
+        if not found.least <= num <= found.most:
             raise ConfigError(
-                f"{role}.workers is {pool.workers}, and pools.{role} goes from {found.least} to {found.most}; "
+                f"{role}.workers is {num}, and pools.{role} goes from {found.least} to {found.most}; "
                 "begin with as many as it may have",
                 key=f"pools.{role}",
             )
-        if not pool.workers and found.follows_load:
+        if not num and found.follows_load:
             raise ConfigError(
                 f"{role}.workers is 0, and pools.{role} goes up to {found.most}; begin with one, or leave it out where "
                 "decode workers are to compute all prompts",
@@ -327,7 +349,7 @@ def _drawn(scenario: Scenario) -> list[Arrival]:
     inputs, outputs = Lengths(load.input_median, load.input_spread), Lengths(load.output_median, load.output_spread)
     if not load.conversations:
         return drawn(load.requests, load.rate, inputs, outputs, seed, load.common_tokens)
-    pools = [pool for pool in (scenario.prefill, scenario.decode) if pool.workers]
+    groups = [group for role in WORKER_ROLES for group in scenario.pool(role).groups if group.workers]
     plan = ConversationPlan(
         load.conversations,
         Lengths(load.turns, load.turns_spread),
@@ -337,6 +359,6 @@ def _drawn(scenario: Scenario) -> list[Arrival]:
         load.concurrency,
         load.rate,
         load.common_tokens,
-        most_tokens=min(scenario.most_tokens(pool) for pool in pools),
+        most_tokens=min(scenario.most_tokens(group) for group in groups),
     )
     return drawn_conversations(plan, seed)

@@ -10,18 +10,33 @@ from router.request.tenant import ANYBODY, Tenant
 from tandem.cluster.supervisor.autoscale import Range, Settings
 from tandem.core.identity import Role
 from tandem.core.step_times import StepTimes
+from tandem.core.worker_types import Power
 from tandem.sim.faults import FaultShape
 from tandem.sim.tiers import TierShape
 from tandem.worker.batch import SchedulerLimits
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerType:
+    """What a worker costs, an hour, and what it draws. `name`: by which types differ."""
+
+    name: str = ""
+    price: float = 0.0
+    power: Power = field(default_factory=lambda: Power(0.0, 0.0))
+
+
+ANY_TYPE = WorkerType()
+
+
+@dataclass(frozen=True, slots=True)
 class PoolShape:
-    """Workers of one role, all alike.
+    """Workers of one role, all alike but for `others`.
 
     num_workers: with which it begins.
     times: of their steps; `None`: those of the whole world.
     bounds: between which it follows its load; `None`: it does not.
+    type: of these workers, and of those that are started later.
+    others: of other types in the same pool.
     """
 
     num_workers: int
@@ -29,6 +44,12 @@ class PoolShape:
     limits: SchedulerLimits
     times: StepTimes | None = None
     bounds: Range | None = None
+    type: WorkerType = ANY_TYPE
+    others: tuple[PoolShape, ...] = ()
+
+    @property
+    def groups(self) -> tuple[PoolShape, ...]:
+        return self, *self.others
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +97,8 @@ class WorldShape:
     kinds: classes by the names that requests have; their priority counts, and not that of their tenant.
     ageing_s: what a level of priority is worth.
     max_waiting: requests that may wait, beyond which the router refuses some; `None`: whoever comes waits.
+    changed: how a worker serves that has come from the other role, where its type is none of this pool's; by role and
+        the name of its type.
     """
 
     prefill: PoolShape
@@ -102,11 +125,28 @@ class WorldShape:
     kinds: Mapping[str, KindShape] = field(default_factory=dict)
     ageing_s: float = 1.0
     max_waiting: int | None = None
+    changed: Mapping[tuple[Role, str], PoolShape] = field(default_factory=dict)
+
+    def pool(self, role: Role) -> PoolShape:
+        return self.prefill if role is Role.PREFILL else self.decode
+
+    def worker(self, role: Role, type_name: str) -> PoolShape:
+        """As workers of this type serve in this role."""
+        pool = self.pool(role)
+        found = (group for group in pool.groups if group.type.name == type_name)
+        return next(found, None) or self.changed.get((role, type_name), pool)
+
+    @property
+    def types(self) -> dict[str, WorkerType]:
+        """By their names."""
+        groups = (*self.prefill.groups, *self.decode.groups)
+        return {group.type.name: group.type for group in groups}
 
     @property
     def is_colocated(self) -> bool:
         """There are no prefill workers, and none come: decode workers compute all prompts."""
-        return not self.prefill.num_workers and Role.PREFILL not in self.ranges
+        num = sum(group.num_workers for group in self.prefill.groups)
+        return not num and Role.PREFILL not in self.ranges
 
     @property
     def ranges(self) -> dict[Role, Range]:

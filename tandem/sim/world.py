@@ -37,7 +37,7 @@ from tandem.core.errors import (
     TandemError,
     WorkerLostError,
 )
-from tandem.core.identity import Role, WorkerKey
+from tandem.core.identity import WORKER_ROLES, Role, WorkerKey
 from tandem.core.page_keys import PageKeys
 from tandem.core.pages import pages_for
 from tandem.core.sampling import SampledToken, SamplingParams
@@ -128,14 +128,15 @@ class World:
         self._budget = RetryBudget(faults.retry_share, faults.retry_burst, self.kernel.clock)
         if self.scaler is None and shape.ranges:
             self.scaler = ShippedLaw(shape.ranges, shape.settings, shape.ttft_s, shape.tpot_s, self.fleet)
-        for role, pool in ((Role.PREFILL, shape.prefill), (Role.DECODE, shape.decode)):
-            for _ in range(pool.num_workers):
-                self.fleet.start(role, 0.0)
+        for role in WORKER_ROLES:
+            for group in shape.pool(role).groups:
+                for _ in range(group.num_workers):
+                    self.fleet.start(role, 0.0, group.type.name)
         for death in faults.deaths:
             self.kernel.at(death.at_s, partial(self._die, death))
 
-    def _make(self, key: WorkerKey, role: Role) -> Machine:
-        pool = self.shape.prefill if role is Role.PREFILL else self.shape.decode
+    def _make(self, key: WorkerKey, role: Role, type_name: str) -> Machine:
+        pool = self.shape.worker(role, type_name)
         looks_at_s = self._known.report_due_s if self.at_once else None
         machine = self.machines[key] = Machine(
             self.kernel, key, role, num_pages=pool.num_pages, limits=pool.limits,
@@ -183,7 +184,7 @@ class World:
     def _resize(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:
             for _ in range(decision.before, decision.wanted):
-                self.fleet.start(decision.role, self.shape.start_s)
+                self.fleet.start(decision.role, self.shape.start_s, self.shape.pool(decision.role).type.name)
             for _ in range(decision.wanted, decision.before):
                 self.fleet.give_up(decision.role)
             if decision.is_change:
@@ -192,8 +193,9 @@ class World:
     def run(self, arrivals: Sequence[Arrival]) -> list[Outcome]:
         """Until all requests have ended, and those that follow them: these are the last ones of what is returned, in
         the order in which they came. Raises `ConfigError` for one that fits into no worker."""
-        # Workers of a role are alike.
-        schedulers = {machine.role: machine.scheduler for machine in self.machines.values()}
+        # Workers of a role and a type are alike.
+        lives = (life for life in self.fleet.lives if life.machine is not None)
+        schedulers = {(life.role, life.type): life.machine.scheduler for life in lives if life.machine is not None}
         for arrival in (each for first in arrivals for each in first.turns()):
             _check_fits(arrival, schedulers.values())
         self._followed = []

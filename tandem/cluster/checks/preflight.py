@@ -445,9 +445,10 @@ class Preflight:
         context, chunk_size = self._max_context, self.config.scheduling.chunk_size
         if context is None:
             return
-        role = min(WORKER_ROLES, key=lambda role: time_model.pool(role).tokens)
+        rooms = {role: time_model.tokens(time_model.pool(role)) for role in WORKER_ROLES}
+        role = min(WORKER_ROLES, key=lambda role: rooms[role])
         kept = self._kept_pages(on_cpu=True)
-        num_pages = kept.num_pages(time_model.pool(role).tokens)
+        num_pages = kept.num_pages(rooms[role])
         if kept.groups.most_pages(context, chunk_size) > num_pages:
             room = kept.groups.most_tokens(num_pages, chunk_size)
             raise ConfigError(
@@ -604,7 +605,8 @@ class Preflight:
         """Bytes of pages for one worker; 0: its own node decides (GPU memory, or other hosts)."""
         if self._time_model is not None:
             kept = self._kept_pages(on_cpu=True)
-            return kept.num_pages(self._time_model.pool(role).tokens) * kept.groups.page_size * SIMULATED_TOKEN_BYTES
+            tokens = self._time_model.tokens(self._time_model.pool(role))
+            return kept.num_pages(tokens) * kept.groups.page_size * SIMULATED_TOKEN_BYTES
         cache, pool = self.config.cache, self._pools[role]
         if cache.memory_bytes or pool.gpus or not self.local:
             return cache.memory_bytes

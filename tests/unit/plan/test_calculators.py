@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from tandem.cli import main
+from tandem.core.cards import CARDS, CardSheet, find_card
 from tandem.core.config import CacheConfig
 from tandem.core.errors import ConfigError
+from tandem.core.worker_types import Machine, cost_per_million
 from tandem.plan.calculators import (
-    Machine,
     Served,
-    cost_per_million,
     decode_terms,
     kv_room,
     largest_batch,
@@ -23,7 +23,6 @@ from tandem.plan.calculators import (
     rates,
     roofline,
 )
-from tandem.plan.cards import CARDS, CardSheet, find_card
 from tandem.plan.report import said_of_windows
 from tandem.plan.shapes import KNOWN, ModelShape, find_shape
 

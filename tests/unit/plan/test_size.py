@@ -23,9 +23,10 @@ from hypothesis import strategies as st
 from tandem.cli import main
 from tandem.core.errors import ConfigError
 from tandem.core.layer_groups import LayerGroups
+from tandem.core.worker_types import TypeSpec
 from tandem.plan.calculators import kv_room
 from tandem.plan.files import check_before, write_files
-from tandem.plan.plan_file import Plan, TypeSpec, read_plan
+from tandem.plan.plan_file import Plan, read_plan
 from tandem.plan.report import report
 from tandem.plan.search import Pair, cheapest, most_speed, pairs, price, within
 from tandem.plan.simulate import Kept, Means, Pools, _load, _shape, mean_lengths, simulate
@@ -119,7 +120,7 @@ def plan_file(directory: Path, **changes: Any) -> Path:
         ({"types": {"a": {"card": "none"}}}, "none is no card"),
         ({"types": {"a": 3}}, r"types\.a must hold keys and values, as \{card: h100, price: 4.0\}, not 3"),
         ({"load": {"copies": 2}}, r"load\.copies is of traces, and these requests are drawn"),
-        ({"types": {"a": {"prize": 1}}}, r"types\.a: unknown key prize; did you mean price"),
+        ({"types": {"a": {"prize": 1}}}, r"unknown key types\.a\.prize; did you mean price"),
         ({"types": {"a": {"card": "l4"}}, "model": {"name": "llama-3-70b"}}, r"types\.a: its memory has no room"),
         ({"types": {"a": {"roles": "decode"}}}, "no type may serve as prefill"),
         ({"model": {"name": "none"}}, "known: llama-2-7b"),

@@ -55,8 +55,32 @@ def drawn_conversations(plan: ConversationPlan, seed: int) -> list[Arrival]:
         turns = _drawn(plan, rng, number)
         number += len(turns)
         found.append([replace(turns[0], arrived_s=0.0 if plan.concurrency else now_s), *turns[1:]])
+    return _held(found, plan, rng)
+
+
+def recorded_conversations(
+    conversations: Iterable[Sequence[tuple[int, int]]], rate: float, think_s: float, concurrency: int, seed: int
+) -> list[Arrival]:
+    """As `drawn_conversations`, of conversations whose lengths were recorded: of each turn the tokens of its prompt,
+    which holds all that was said before, and of its output."""
+    plan = ConversationPlan(0, Lengths(1), Lengths(1), Lengths(1), think_s, concurrency)
+    rng, now_s, number, found = random.Random(seed), 0.0, 0, list[list[Arrival]]()
+    for lengths in conversations:
+        now_s += rng.expovariate(rate)
+        turns = [
+            Arrival(number + index, 0.0 if concurrency or index else now_s, *each, conversation=number, turn=index + 1)
+            for index, each in enumerate(lengths)
+        ]
+        number += len(turns)
+        found.append(turns)
+    return _held(found, plan, rng)
+
+
+def _held(found: list[list[Arrival]], plan: ConversationPlan, rng: random.Random) -> list[Arrival]:
+    """By users, or each by itself."""
+    lines: list[list[list[Arrival]]]
     if plan.concurrency:
-        lines = [found[user :: plan.concurrency] for user in range(min(plan.concurrency, plan.num))]
+        lines = [found[user :: plan.concurrency] for user in range(min(plan.concurrency, len(found)))]
     else:
         lines = [[turns] for turns in found]
     return [_chained([turn for turns in line for turn in turns], plan, rng) for line in lines]

@@ -12,7 +12,10 @@ from router.policy.recovery import RecoveryLimits
 from router.policy.retry_budget import retry_burst
 from router.request.targets import ON_CPU, ON_GPU
 from router.request.tenant import Tenant
-from tandem.bench.load.traces import load_trace
+from tandem.bench.load.sharegpt import Count, by_characters, by_tokenizer
+from tandem.bench.load.trace_entry import MOONCAKE_BLOCK
+from tandem.bench.load.traces import detect_format, load_trace, read_text, recorded_turns
+from tandem.bench.load.workload import poisson_arrivals
 from tandem.cluster.supervisor.autoscale import Range, Settings
 from tandem.core.config import MOST_SEQS, Config, SloConfig
 from tandem.core.config_tree import build, key, read_yaml
@@ -20,7 +23,8 @@ from tandem.core.errors import ConfigError
 from tandem.core.identity import WORKER_ROLES, Role
 from tandem.core.layer_groups import KeptPages
 from tandem.core.time_model import GroupSpec, PoolSpec, TimeModel, beside
-from tandem.sim.conversations import ConversationPlan, closed, drawn_conversations
+from tandem.core.tokenizer import Tokenizer
+from tandem.sim.conversations import ConversationPlan, closed, drawn_conversations, recorded_conversations
 from tandem.sim.faults import Death, FaultShape, SlowLink, parse_fault
 from tandem.sim.load import Arrival, Lengths, drawn, of_kinds, of_tenants, recorded
 from tandem.sim.shape import ANY_TYPE, KindShape, PoolShape, TenantShape, WorkerType, WorldShape
@@ -28,6 +32,7 @@ from tandem.sim.tiers import TierShape
 from tandem.worker.limits import Site, scheduler_limits
 
 _GIGA = 1e9
+_HEAD = 1 << 16  # characters of a trace, by which it is known
 
 
 @dataclass(frozen=True)
@@ -85,12 +90,17 @@ class LoadSpec:
     """Requests: of a trace, or drawn."""
 
     trace: str = key("", "A trace as of `tandem bench run --trace`, relative to this file; empty: they are drawn.")
+    tokenizer: str = key("", "Checkpoint that counts the tokens of a trace of texts (ShareGPT), relative to this file.")
+    characters_per_token: float = key(0.0, "Instead of a tokenizer: by which texts are counted.", minimum=0)
+    block_size: int = key(MOONCAKE_BLOCK, "Tokens of a block that the trace names.", minimum=1)
     limit: int = key(0, "Requests of the trace; 0: all.", minimum=0)
     speed: float = key(1.0, "Times as fast as it was recorded.", minimum=0.001)
     then: tuple[str, ...] = key((), "Traces that follow, each from the last request of the one before on.")
     copies: int = key(1, "Times that each request comes; but for the first up to half a minute off.", minimum=1)
     requests: int = key(1000, "How many are drawn.", minimum=1, maximum=10_000_000)
-    rate: float = key(10.0, "Requests a second that are drawn, at random times.", minimum=0.000001)
+    rate: float = key(
+        10.0, "Requests a second, at random times, that are drawn, or whose trace has no times.", minimum=0.000001
+    )
     input_median: float = key(1000.0, "Tokens of a prompt that is drawn: lognormal around this.", minimum=1)
     input_spread: float = key(0.8, "Standard deviation of their logarithm.", minimum=0, maximum=10)
     output_median: float = key(200.0, "Tokens of an output that is drawn: lognormal around this.", minimum=1)
@@ -109,9 +119,15 @@ class LoadSpec:
             raise ConfigError("a trace has its own conversations (closed): leave one out", key="load.conversations")
         if self.closed and not self.trace:
             raise ConfigError("is about the conversations of a trace: name one (load.trace)", key="load.closed")
-        if self.concurrency and not self.conversations:
+        if self.concurrency and not (self.conversations or self.closed):
             raise ConfigError("is of users that hold conversations: say how many", key="load.concurrency")
-        of_traces = {"limit": self.limit > 0, "speed": self.speed != 1, "then": self.then, "copies": self.copies > 1}
+        if self.tokenizer and self.characters_per_token:
+            raise ConfigError("one of both counts texts: leave one out", key="load.characters_per_token")
+        of_traces = {
+            "limit": self.limit > 0, "speed": self.speed != 1, "then": self.then, "copies": self.copies > 1,
+            "tokenizer": self.tokenizer, "characters_per_token": self.characters_per_token > 0,
+            "block_size": self.block_size != MOONCAKE_BLOCK,
+        }  # fmt: skip
         if not self.trace and (given := [name for name, is_given in of_traces.items() if is_given]):
             raise ConfigError(
                 f"load.{given[0]} is of traces, and these requests are drawn; name a trace with load.trace, or leave "
@@ -330,18 +346,73 @@ def read_scenario(path: Path) -> Scenario:
 def arrivals(scenario: Scenario, directory: Path) -> list[Arrival]:
     """The load; traces are named relative to `directory`. Raises `ConfigError`."""
     load = scenario.load
-    if load.trace:
-        traces = [("load.trace", load.trace), *(("load.then", name) for name in load.then)]
-        found = [load_trace(directory / name, limit=load.limit or None, key=key) for key, name in traces]
-        came = recorded(found, load.speed, load.copies, scenario.seed)
-        if load.closed:
-            came = closed(came)
-    else:
-        came = _drawn(scenario)
+    came = _of_traces(scenario, directory) if load.trace else _drawn(scenario)
     shares = {tenant.name: tenant.share for tenant in scenario.tenants}
     came = of_tenants(came, shares, scenario.seed) if shares else came
     of_classes = {one.name: one.share for one in scenario.classes}
     return of_kinds(came, of_classes, scenario.seed) if of_classes else came
+
+
+def _of_traces(scenario: Scenario, directory: Path) -> list[Arrival]:
+    load, seed = scenario.load, scenario.seed
+    files = [("load.trace", directory / load.trace), *(("load.then", directory / name) for name in load.then)]
+    of_texts = [detect_format(read_text(path, name, _HEAD), path, name) == "sharegpt" for name, path in files]
+    if not any(of_texts) and (load.tokenizer or load.characters_per_token):
+        name = "tokenizer" if load.tokenizer else "characters_per_token"
+        raise ConfigError(
+            f"load.{name} counts texts, and {load.trace} has none, but lengths; leave it out", key=f"load.{name}"
+        )
+    tokenizer = Tokenizer.from_dir(directory / load.tokenizer) if load.tokenizer else None
+    count = _count_of(load, tokenizer) if any(of_texts) else None
+    limit = load.limit or None
+    if load.closed and any(of_texts):
+        if len(files) > 1 or load.copies > 1:
+            raise ConfigError(
+                "then and copies are of requests that come at their times, and these are turns of conversations; leave "
+                "them out, or closed",
+                key="load.closed",
+            )
+        assert count is not None
+        most = _most_tokens(scenario)
+        each = [
+            [turn for index, turn in enumerate(turns) if not index or sum(turn) <= most]
+            for turns in recorded_turns(files[0][1], count, limit, "load.trace")
+        ]
+        return recorded_conversations(each, load.rate * load.speed, load.think_time_s, load.concurrency, seed)
+    if load.concurrency:
+        raise ConfigError(
+            "is of users that hold conversations as they go, and this trace has its own times: leave it out",
+            key="load.concurrency",
+        )
+    found = []
+    for number, (name, path) in enumerate(files):
+        entries = load_trace(
+            path, limit=limit, tokenizer=tokenizer, count=count, block_size=load.block_size, key=name
+        )  # fmt: skip
+        if of_texts[number]:
+            times = poisson_arrivals(len(entries), load.rate, f"{seed}:{number}")
+            entries = [replace(one, arrival_s=at_s) for one, at_s in zip(entries, times, strict=True)]
+        found.append(entries)
+    came = recorded(found, load.speed, load.copies, seed)
+    return closed(came) if load.closed else came
+
+
+def _most_tokens(scenario: Scenario) -> int:
+    """Of a text, for which all workers have room."""
+    groups = [group for role in WORKER_ROLES for group in scenario.pool(role).groups if group.workers]
+    return min(scenario.most_tokens(group) for group in groups)
+
+
+def _count_of(load: LoadSpec, tokenizer: Tokenizer | None) -> Count:
+    if tokenizer is not None:
+        return by_tokenizer(tokenizer)
+    if load.characters_per_token:
+        return by_characters(load.characters_per_token)
+    raise ConfigError(
+        f"{load.trace} holds texts; name the checkpoint that counts their tokens with load.tokenizer, or say how many "
+        "characters one has with load.characters_per_token (about 4 in English)",
+        key="load.tokenizer",
+    )
 
 
 def _drawn(scenario: Scenario) -> list[Arrival]:
@@ -349,7 +420,6 @@ def _drawn(scenario: Scenario) -> list[Arrival]:
     inputs, outputs = Lengths(load.input_median, load.input_spread), Lengths(load.output_median, load.output_spread)
     if not load.conversations:
         return drawn(load.requests, load.rate, inputs, outputs, seed, load.common_tokens)
-    groups = [group for role in WORKER_ROLES for group in scenario.pool(role).groups if group.workers]
     plan = ConversationPlan(
         load.conversations,
         Lengths(load.turns, load.turns_spread),
@@ -359,6 +429,6 @@ def _drawn(scenario: Scenario) -> list[Arrival]:
         load.concurrency,
         load.rate,
         load.common_tokens,
-        most_tokens=min(scenario.most_tokens(group) for group in groups),
+        most_tokens=_most_tokens(scenario),
     )
     return drawn_conversations(plan, seed)

@@ -59,7 +59,8 @@ def _entry(row: Mapping[str, Any], block_size: int) -> TraceEntry:
     if "hash_ids" in row and len(entry.block_ids) != num_blocks:
         raise ValueError(
             f"hash_ids names {len(entry.block_ids)} blocks, but {entry.num_input} tokens are {num_blocks} blocks of "
-            f"{block_size}; where blocks have another length, give it with --block-size"
+            f"{block_size}; where blocks have another length, give it with --block-size (in a scenario "
+            "load.block_size)"
         )
     return entry
 

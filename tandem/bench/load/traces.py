@@ -8,15 +8,15 @@ sharegpt   ShareGPT conversations, JSON: texts without times; their lengths are 
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from tandem.bench.load import mooncake
+from tandem.bench.load.sharegpt import Count, conversations, turn_lengths
 from tandem.bench.load.trace_entry import MOONCAKE_BLOCK, TraceEntry
 from tandem.core.errors import ConfigError
 from tandem.core.pages import pages_for
@@ -34,31 +34,51 @@ def load_trace(
     *,
     limit: int | None = None,
     tokenizer: Tokenizer | None = None,
+    count: Count | None = None,
     block_size: int = MOONCAKE_BLOCK,
     key: str = "--trace",
 ) -> list[TraceEntry]:
     """The first `limit` requests of a trace, in order of arrival; `format` is detected where it is not given.
 
-    `tokenizer` counts the tokens of formats that hold text; blocks of formats that name some have `block_size` tokens;
-    `key` is the option that named the file.
+    `tokenizer` counts the tokens of formats that hold text, or else `count`, where their ids are not wanted; blocks of
+    formats that name some have `block_size` tokens; `key` is the option that named the file.
 
     Raises:
         ConfigError: the file cannot be read, holds something else, or needs a tokenizer.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"cannot read the trace {path}: {why}; name an existing file with {key}", key=key) from error
+    text = read_text(path, key)
     format = format or detect_format(text, path, key)
     try:
-        entries = list(islice(_entries(text, format, tokenizer, block_size), limit))
+        entries = list(islice(_entries(text, format, tokenizer, count, block_size), limit))
     except (KeyError, ValueError, TypeError, AttributeError) as error:
-        kind = "" if format == "mooncake" else f"{type(error).__name__}: "
+        kind = f"{type(error).__name__}: " if format == "azure" else ""
         raise ConfigError(f"{path} is no {format} trace: {kind}{error}", key=key) from error
     if not entries:
         raise ConfigError(f"{path} holds no request", key=key)
     return _from_first_arrival(entries)
+
+
+def recorded_turns(path: Path, count: Count, limit: int | None, key: str) -> list[list[tuple[int, int]]]:
+    """The first `limit` conversations of a ShareGPT file that have an answer: tokens of each turn's prompt, all that
+    was said before, and of its answer. Raises `ConfigError`."""
+    try:
+        each = (turn_lengths(said, count) for said in conversations(read_text(path, key)))
+        found = list(islice((turns for turns in each if turns), limit))
+    except ValueError as error:
+        raise ConfigError(f"{path} is no sharegpt trace: {error}", key=key) from error
+    if not found:
+        raise ConfigError(f"{path} holds no conversation with an answer", key=key)
+    return found
+
+
+def read_text(path: Path, key: str = "--trace", most: int = -1) -> str:
+    """Of a trace, so many characters at `most`. Raises `ConfigError`; `key` is the option that named the file."""
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            return file.read(most)
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"cannot read the trace {path}: {why}; name an existing file with {key}", key=key) from error
 
 
 def detect_format(text: str, path: Path, key: str = "--trace") -> TraceFormat:
@@ -138,14 +158,16 @@ def _from_first_arrival(entries: list[TraceEntry]) -> list[TraceEntry]:
     return [replace(entry, arrival_s=(entry.arrival_s or 0.0) - first_s) for entry in ordered]
 
 
-def _entries(text: str, format: TraceFormat, tokenizer: Tokenizer | None, block_size: int) -> Iterator[TraceEntry]:
+def _entries(
+    text: str, format: TraceFormat, tokenizer: Tokenizer | None, count: Count | None, block_size: int
+) -> Iterator[TraceEntry]:
     if format == "azure":
         return _azure(text)
     if format == "mooncake":
         return mooncake.read_mooncake(text.splitlines(), block_size)
-    if tokenizer is None:
+    if tokenizer is None and count is None:
         raise ConfigError("a trace of texts needs --tokenizer DIR to count its tokens", key="--tokenizer")
-    return _sharegpt(text, tokenizer)
+    return _sharegpt(text, tokenizer, count)
 
 
 def _azure(text: str) -> Iterator[TraceEntry]:
@@ -166,13 +188,16 @@ def _seconds(stamp: str) -> float:
     return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
 
 
-def _sharegpt(text: str, tokenizer: Tokenizer) -> Iterator[TraceEntry]:
+def _sharegpt(text: str, tokenizer: Tokenizer | None, count: Count | None) -> Iterator[TraceEntry]:
     """The first question and its answer of each conversation; those without both are left out, as vLLM does."""
-    for conversation in json.loads(text):
-        turns: list[dict[str, Any]] = conversation.get("conversations") or []
-        if len(turns) < 2:
+    for said in conversations(text):
+        if len(said) < 2:
             continue
-        token_ids = tokenizer.encode(str(turns[0]["value"]))
-        num_output = len(tokenizer.encode(str(turns[1]["value"]), add_special_tokens=False))
-        if token_ids and num_output:
-            yield TraceEntry(len(token_ids), num_output, token_ids=tuple(token_ids))
+        question, answer = said[0].text, said[1].text
+        if tokenizer is not None:
+            token_ids = tokenizer.encode(question)
+            num_output = len(tokenizer.encode(answer, add_special_tokens=False))
+            if token_ids and num_output:
+                yield TraceEntry(len(token_ids), num_output, token_ids=tuple(token_ids))
+        elif count is not None and (num_input := count(question)) and (num_output := count(answer)):
+            yield TraceEntry(num_input, num_output)

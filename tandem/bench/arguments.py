@@ -82,7 +82,7 @@ def _add_compare(subcommands: Any, add_command: AddCommand) -> None:
     command = add_command(
         subcommands,
         "compare",
-        "print the ratios of one measurement to another",
+        "print the ratios of one measurement to another, or to a simulation (tandem sim run --json)",
         "tandem bench compare tandem.json peer.json\n"
         "tandem bench compare tandem-1.json,tandem-2.json,tandem-3.json peer-1.json,peer-2.json,peer-3.json",
         _run,
@@ -101,7 +101,9 @@ def _add_plot(subcommands: Any, add_command: AddCommand) -> None:
         "tandem bench plot tandem.json peer.json --output plots/bench",
         _run,
     )
-    command.add_argument("files", type=Path, nargs="+", metavar="FILE", help="results that --json wrote")
+    command.add_argument(
+        "files", type=Path, nargs="+", metavar="FILE", help="results that --json wrote, of `tandem sim run` too"
+    )
     command.add_argument(
         "--output", type=Path, default=Path("bench"), metavar="STEM",
         help="write STEM.html and STEM-*.png (default: bench)",

@@ -26,7 +26,10 @@ def add_command_to(commands: Any, add_command: _AddCommand) -> None:
     run.add_argument(
         "scenario", type=Path, metavar="FILE", help="YAML: cluster, times of steps, load; see docs/simulator.md"
     )
-    run.add_argument("--json", type=Path, metavar="FILE", help="write everything there, each request among it")
+    run.add_argument(
+        "--json", type=Path, metavar="FILE",
+        help="write everything there, each request among it; `tandem bench compare` and `plot` read it",
+    )  # fmt: skip
     run.add_argument(
         "--timeline", type=Path, metavar="FILE",
         help="draw there what each worker did over time: a page (.html), or a picture (.png; needs the `bench` extra)",

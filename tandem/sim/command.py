@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tandem.bench.report import json_file
 from tandem.bench.report.plot import new_figure
 from tandem.core.errors import ConfigError
+from tandem.sim.gaps import Gaps
 from tandem.sim.report import content, tables
 from tandem.sim.scenario import arrivals, read_scenario
 from tandem.sim.timeline import Timeline
@@ -42,10 +43,11 @@ def run(path: Path, json: Path | None, timeline: Path | None = None) -> int:
             if num_ended % _AT_ONCE == 0:
                 progress.update(task, completed=num_ended)
 
-        world = World(scenario.shape(load), ended, timeline=Timeline() if timeline is not None else None)
+        drawn = Timeline() if timeline is not None else None
+        world = World(scenario.shape(load), ended, timeline=drawn, gaps=Gaps())
         began_s = time.monotonic()
         outcomes = world.run(load)
-        found = content(world, outcomes, time.monotonic() - began_s)
+        found = content(world, scenario, path.stem, outcomes, time.monotonic() - began_s)
     for table in tables(found):
         out.print(table)
     if json is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,21 +11,36 @@ from rich.table import Table
 
 from router.observe.trace import PART_NAMES
 from router.request.targets import Targets
-from tandem.bench.report.summary import CacheUse, Distribution, TurnFigures, distribution
-from tandem.bench.report.tables import turn_table
+from tandem.bench.load.records import RequestRecord, Slo
+from tandem.bench.machine import machine, now, versions
+from tandem.bench.report.results import FORMAT
+from tandem.bench.report.summary import (
+    CacheUse,
+    Distribution,
+    Summary,
+    TurnFigures,
+    distribution,
+    summarise,
+    window_s,
+)  # fmt: skip
+from tandem.bench.report.tables import LATENCIES, turn_table
+from tandem.bench.session import Shape
 from tandem.core.errors import ConfigError, DeadlineError, OverloadedError, RateLimitError, UnmeetableDeadlineError
 from tandem.core.identity import WORKER_ROLES, Role
 from tandem.sim.costs import cost_rows, cost_table, costs
 from tandem.sim.outcome import Outcome
+from tandem.sim.scenario import Scenario
 from tandem.sim.world import World
 
-FORMAT = "tandem-simulation-1"
 _OF_THEIR_OWN = OverloadedError, RateLimitError, UnmeetableDeadlineError, DeadlineError  # counts
 _MOST_TURNS = 12  # that are printed
 
 
-def content(world: World, outcomes: Sequence[Outcome], took_s: float) -> dict[str, Any]:
-    """`took_s`: of this machine. Latencies are of requests that have not failed."""
+def content(world: World, scenario: Scenario, name: str, outcomes: Sequence[Outcome], took_s: float) -> dict[str, Any]:
+    """All that `tandem bench run` writes of a measurement, and beside it what only a simulation knows.
+
+    `name`: of the scenario; `took_s`: of this machine. Latencies are of requests that have not failed.
+    """
     asked, outcomes = outcomes, [outcome for outcome in outcomes if not outcome.error]
     num_of = Counter(one.error for one in asked)
     num_refused, num_unmeetable = num_of[OverloadedError.code], num_of[UnmeetableDeadlineError.code]
@@ -33,16 +48,34 @@ def content(world: World, outcomes: Sequence[Outcome], took_s: float) -> dict[st
         raise ConfigError("all requests failed; let fewer workers die, or later, or give more time", key="faults")
     end_s = max(outcome.last_token_s for outcome in outcomes)
     num_input, num_output = sum(one.arrival.num_input for one in outcomes), sum(one.num_tokens for one in outcomes)
+    load = scenario.load
+    is_drawn = not load.trace and not load.concurrency
+    shape = Shape(load.concurrency or None, load.rate if is_drawn else None)
     type_of = {life.key: life.type for life in world.fleet.lives}
-    latencies = {
-        "ttft_s": [one.ttft_s for one in outcomes],
-        "tpot_s": [one.tpot_s for one in outcomes if one.tpot_s is not None],
-        "longest_gap_s": [one.longest_gap_s for one in outcomes if one.num_tokens > 1],
-        "e2e_s": [one.e2e_s for one in outcomes],
-    }
+    gaps = distribution([one.longest_gap_s for one in outcomes if one.num_tokens > 1])
+    summary = _summary(world, asked, end_s)
     parts = {name: [one.parts[name] for one in outcomes if name in one.parts] for name in PART_NAMES.values()}
     return {
         "format": FORMAT,
+        "kind": "run",
+        "is_simulated": True,
+        "date": now(),
+        "was_interrupted": False,
+        "server": {"url": "", "model": name, "max_model_len": None, "name": "tandem sim"},
+        "options": {"label": name, **dataclasses.asdict(scenario.load), "seed": scenario.seed},
+        "cut": None,
+        "machine": machine(),
+        "versions": versions(),
+        "runs": [
+            {
+                "shape": {"name": shape.name, **dataclasses.asdict(shape)},
+                "is_partial": False,
+                "num_unsent": world.num_unsent,
+                "figures": dataclasses.asdict(summary),
+                "generator": None,
+                "digests": [],
+            }
+        ],
         "simulated_s": end_s,
         "took_s": took_s,
         "num_events": world.kernel.num_run,
@@ -65,7 +98,6 @@ def content(world: World, outcomes: Sequence[Outcome], took_s: float) -> dict[st
             "tpot_s": world.shape.tpot_s,
             "kept_share": world.figures.num_kept / len(asked),
         },
-        "turns": [dataclasses.asdict(turn) for turn in _turns(world, outcomes)],
         "classes": [_class(world, name, asked) for name in world.shape.kinds],
         "tenants": [_tenant(world, name, asked) for name in world.shape.tenants],
         "worker_hours": {role.value: worker_hours(world, role, end_s) for role in WORKER_ROLES},
@@ -82,10 +114,7 @@ def content(world: World, outcomes: Sequence[Outcome], took_s: float) -> dict[st
             for at_s, change in world.role_changes
         ],
         "num_by_decode_alone": sum(not one.prefill for one in outcomes),
-        "latencies": {
-            name: dataclasses.asdict(found) if (found := distribution(values)) else None
-            for name, values in latencies.items()
-        },
+        "longest_gap_s": dataclasses.asdict(gaps) if gaps else None,
         "parts": {
             name: dataclasses.asdict(found) if (found := distribution(values)) else None
             for name, values in parts.items()
@@ -191,36 +220,41 @@ def _tiers(world: World) -> dict[str, Any] | None:
     }
 
 
-def _turns(world: World, outcomes: Sequence[Outcome]) -> list[TurnFigures]:
-    """As of `tandem bench run --conversations`, where there are any of more than one turn."""
-    of_turn = defaultdict[int, list[Outcome]](list)
-    said = dict[tuple[int, int], int]()  # tokens of a conversation, after each turn
-    for one in outcomes:
-        if (conversation := one.arrival.conversation) is not None:
-            of_turn[one.arrival.turn].append(one)
-            said[conversation, one.arrival.turn] = one.arrival.num_input + one.arrival.num_output
-    if of_turn.keys() <= {1}:
-        return []
-    return [
-        TurnFigures(
-            turn,
-            len(some),
-            sum(one.arrival.num_input for one in some) / len(some),
-            distribution([one.ttft_s for one in some]),
-            _cache_use(some, said) if world.shape.prefix_cache else None,
-        )
-        for turn, some in sorted(of_turn.items())
-    ]
+def _summary(world: World, asked: Sequence[Outcome], end_s: float) -> Summary:
+    """As of a run of `tandem bench`."""
+    has_turns = any(one.arrival.turn > 1 for one in asked)
+    said = {  # tokens of a conversation, after each turn
+        (one.arrival.conversation, one.arrival.turn): one.arrival.num_input + one.arrival.num_output for one in asked
+    }
+    records = [_record(world, one, said, has_turns=has_turns) for one in asked]
+    found = summarise(records, end_s, Slo(world.shape.ttft_s, world.shape.tpot_s))
+    if (gaps := world.gaps) is None:
+        return dataclasses.replace(found, num_events=found.num_output_tokens, itl_s=None, itl_windows=())
+    return dataclasses.replace(
+        found, num_events=found.num_output_tokens, itl_s=gaps.distribution(), itl_windows=gaps.windows(window_s(end_s))
+    )
 
 
-def _cache_use(some: Sequence[Outcome], said: Mapping[tuple[int, int], int]) -> CacheUse:
-    """Of one turn of all conversations."""
-    before = [said[one.arrival.conversation or 0, one.arrival.turn - 1] for one in some if one.arrival.turn > 1]
-    return CacheUse(
-        len(some),
-        sum(one.arrival.num_input for one in some),
-        sum(one.num_cached or 0 for one in some),
-        sum(before) if before else None,
+def _record(
+    world: World, one: Outcome, said: Mapping[tuple[int | None, int], int], *, has_turns: bool
+) -> RequestRecord:
+    """Of its tokens' times the first, the second and the last: those of all others are not kept."""
+    arrival = one.arrival
+    times = (one.first_token_s, one.second_token_s, one.last_token_s)[: one.num_tokens]
+    is_turn = has_turns and arrival.conversation is not None
+    return RequestRecord(
+        number=arrival.number,
+        num_input_asked=arrival.num_input,
+        num_output_asked=arrival.num_output,
+        sent_s=arrival.arrived_s,
+        ended_s=one.last_token_s,
+        failure=one.error or None,
+        event_s=times,
+        num_input=arrival.num_input,
+        num_output=one.num_tokens,
+        num_cached=(one.num_cached or 0) if world.shape.prefix_cache else None,
+        num_repeated=said.get((arrival.conversation, arrival.turn - 1), 0) if is_turn else None,
+        turn=arrival.turn if is_turn else None,
     )
 
 
@@ -263,9 +297,9 @@ def _pool(world: World, role: Role, end_s: float) -> dict[str, Any]:
 def tables(found: dict[str, Any]) -> list[Table]:
     """Latencies and their parts in milliseconds, then counts, then what each pool did."""
     latencies = Table("ms", "mean", "p50", "p90", "p99", "max", box=None)
-    titles = {"ttft_s": "TTFT", "tpot_s": "TPOT", "longest_gap_s": "longest gap", "e2e_s": "E2E"}
-    rows = [(title, found["latencies"][name]) for name, title in titles.items()]
-    for title, values in [*rows, *found["parts"].items()]:
+    figures = found["runs"][0]["figures"]
+    rows = [(title, figures[name]) for title, name in LATENCIES]
+    for title, values in [*rows, ("longest gap", found["longest_gap_s"]), *found["parts"].items()]:
         one = Distribution(**values) if values else None
         shown = (one.mean, one.p50, one.p90, one.p99, one.max) if one else ()
         latencies.add_row(title, *(f"{value * 1e3:,.1f}" for value in shown))
@@ -318,7 +352,7 @@ def tables(found: dict[str, Any]) -> list[Table]:
     for table in (latencies, pools, tenants, classes):
         for column in table.columns[1:]:
             column.justify = "right"
-    turns = [turn_table([_turn_from(each) for each in found["turns"][:_MOST_TURNS]])] if found["turns"] else []
+    turns = [turn_table([_turn_from(each) for each in figures["turns"][:_MOST_TURNS]])] if figures["turns"] else []
     of_shares = [table for table in (classes, tenants) if table.rows]
     of_types = [cost_table(found["costs"])] if found["costs"] is not None else []
     return [latencies, counts, pools, *of_types, *turns, *of_shares]

@@ -46,6 +46,7 @@ from tandem.sim.cores import SharedCores
 from tandem.sim.faults import Death
 from tandem.sim.figures import Figures
 from tandem.sim.fleet import Fleet
+from tandem.sim.gaps import Gaps
 from tandem.sim.job import InFlight, Job
 from tandem.sim.kernel import Kernel
 from tandem.sim.known import Known
@@ -82,6 +83,7 @@ class World:
     on_end: called with each outcome.
     scaler: what sizes the pools; `None`: the law that ships, where a pool follows its load.
     timeline: of what its workers do; `None`: nobody wants to know.
+    gaps: between tokens; `None`: nobody wants to know.
     decisions: that changed the size of a pool.
     role_changes: workers that went from one pool to the other, and when.
     num_unsent: turns of conversations of which one before them failed.
@@ -95,6 +97,7 @@ class World:
     on_end: Callable[[Outcome], object] = lambda _: None
     scaler: Scaler | None = None
     timeline: Timeline | None = None
+    gaps: Gaps | None = None
     at_once: bool = True
     make_scheduler: SchedulerMaker | None = None
     kernel: Kernel = field(default_factory=lambda: Kernel(0.0))
@@ -617,6 +620,8 @@ class World:
     def _give(self, job: Job, index: int) -> None:
         """The `index`th token of its output, to its client, who may have it."""
         if not job.is_over and job.request.takes(job.key.attempt, index, 1, job.arrival):
+            if self.gaps is not None and job.outcome.num_tokens:
+                self.gaps.note(self.kernel.now_s, self.kernel.now_s - job.outcome.last_token_s)
             job.outcome.token(self.kernel.now_s)
             job.request.num_uncharged += 1
             self.figures.gave(job.outcome)
@@ -624,14 +629,20 @@ class World:
                 self._admission.first_token(job.outcome.ttft_s)
 
     def _stepped_quietly(self, machine: Machine, running: Sequence[Choice], ends_s: Sequence[float]) -> None:
-        longest_s = max((b - a for a, b in pairwise(ends_s)), default=0.0)
+        longest_s, num_taken = max((b - a for a, b in pairwise(ends_s)), default=0.0), 0
         for choice in running:
             job: Job = choice.owner
             first, num = choice.num_output - len(ends_s), len(ends_s)
             if not job.is_over and job.request.takes(job.key.attempt, first, num, job.arrival):
+                if self.gaps is not None:
+                    self.gaps.note(ends_s[0], ends_s[0] - job.outcome.last_token_s)
+                num_taken += 1
                 job.outcome.several(ends_s, longest_s)
                 self.figures.gave_more(num)
                 job.request.num_uncharged += num
+        if self.gaps is not None and num_taken:
+            for a, b in pairwise(ends_s):
+                self.gaps.note(b, b - a, num_taken)
         if ends_s[-1] == self.kernel.now_s:
             self._known.may_tell(machine)
 

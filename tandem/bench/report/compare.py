@@ -79,10 +79,15 @@ def _shown(value: float | None) -> str:
 
 def _notes(first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]]) -> Iterator[str]:
     a, b = first[0], second[0]
-    for name in _LOAD_OPTIONS:
-        if a["options"].get(name) != b["options"].get(name):
-            yield f"the loads differ in {name}: {a['options'].get(name)} and {b['options'].get(name)}"
-    if a["machine"] != b["machine"]:
+    simulated = [one["server"]["model"] for one in (a, b) if results.is_simulated(one)]
+    if len(simulated) == 1:
+        yield f"{simulated[0]} is simulated: look yourself whether its load is that of the other one"
+    else:
+        names = sorted((a["options"].keys() | b["options"].keys()) - {"label"}) if simulated else _LOAD_OPTIONS
+        for name in names:
+            if a["options"].get(name) != b["options"].get(name):
+                yield f"the loads differ in {name}: {a['options'].get(name)} and {b['options'].get(name)}"
+    if not simulated and a["machine"] != b["machine"]:
         yield "the machines differ"
     for content in (*first, *second):
         runs = content["runs"]

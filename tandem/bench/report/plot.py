@@ -157,6 +157,8 @@ def _table(name: str, content: dict[str, Any]) -> Iterator[str]:
     server, machine = content["server"], content["machine"]
     yield f"<h2>{html.escape(name)}</h2>"
     said = f"{server['model']} at {server['url']}, {content['date']}, {machine['cpu']}, {machine['num_cores']} cores"
+    if results.is_simulated(content):
+        said = f"{server['model']}, simulated, {content['date']}"
     yield f"<p>{html.escape(said)}{', partial' if content['was_interrupted'] else ''}</p>"
     heads = [
         "requests/s",

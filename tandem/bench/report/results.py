@@ -1,4 +1,5 @@
-"""The JSON file of a measurement: written by `tandem bench`, read by `plot`, `compare` and whoever wants."""
+"""The JSON file of a measurement: written by `tandem bench` and, of a simulated one, by `tandem sim run`; read by
+`plot`, `compare` and whoever wants."""
 
 from __future__ import annotations
 
@@ -66,7 +67,12 @@ def document(
 
 def read(path: Path) -> dict[str, Any]:
     """Raises `ConfigError` where it is no file of ours."""
-    return read_format(path, FORMAT, "`tandem bench`")
+    return read_format(path, FORMAT, "`tandem bench` or `tandem sim run`")
+
+
+def is_simulated(content: dict[str, Any]) -> bool:
+    """`tandem sim run` wrote it."""
+    return bool(content.get("is_simulated"))
 
 
 def title(content: dict[str, Any], path: Path) -> str:

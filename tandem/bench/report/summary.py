@@ -151,7 +151,7 @@ def summarise(records: Sequence[RequestRecord], duration_s: float, slo: Slo | No
         second_gap_s=distribution([record.second_gap_s for record in good if record.second_gap_s is not None]),
         goodput=None if slo is None else goodput(records, duration_s, slo),
         lateness_s=distribution([r.sent_s - r.planned_s for r in records if r.planned_s is not None]),
-        itl_windows=itl_over_time(good, _window_s(duration_s)),
+        itl_windows=itl_over_time(good, window_s(duration_s)),
         cache=cache_use(good),
         turns=by_turn(good),
     )
@@ -218,6 +218,6 @@ def itl_over_time(records: Sequence[RequestRecord], window_s: float) -> tuple[It
     return tuple(found)
 
 
-def _window_s(duration_s: float) -> float:
-    """A second, or more where the run is long: a plot has room for a few hundred points."""
+def window_s(duration_s: float) -> float:
+    """Of ITL over time: a second, or more where the run is long: a plot has room for a few hundred points."""
     return max(1.0, math.ceil(duration_s / 300))

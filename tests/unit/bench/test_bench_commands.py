@@ -415,6 +415,46 @@ def test_plots_are_written(two_runs: tuple[Path, Path], tmp_path: Path, capsys: 
     assert "6 of 6" in page
 
 
+def test_a_simulation_is_compared_with_a_measurement_and_drawn_beside_it(
+    two_runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scenario, found = tmp_path / "planned.yaml", tmp_path / "planned.json"
+    scenario.write_text("load: {requests: 30, rate: 10, input_median: 200, output_median: 20}\n")
+    assert cli.main(["sim", "run", str(scenario), "--json", str(found)]) == 0
+    figures = json.loads(found.read_text())["runs"][0]["figures"]
+    measured = json.loads(two_runs[0].read_text())["runs"][0]["figures"]
+    assert figures.keys() == measured.keys()
+    capsys.readouterr()
+    assert bench("compare", found, two_runs[0]) == 0
+    said = capsys.readouterr().out
+    rows = {" ".join(words[:-3]): words[-3:] for words in map(str.split, said.splitlines()) if len(words) > 3}
+    for name, attribute, statistic in (("TTFT p50, ms", "ttft_s", "p50"), ("ITL p99, ms", "itl_s", "p99")):
+        ours, others = (side[attribute][statistic] * 1e3 for side in (figures, measured))
+        assert float(rows[name][0].replace(",", "")) == pytest.approx(ours, abs=0.06)
+        assert float(rows[name][2].replace(",", "")) == pytest.approx(ours / others, rel=0.01, abs=0.001)
+    assert "planned is simulated" in said
+    assert "the loads differ" not in said
+    assert "the machines differ" not in said
+    assert bench("plot", found, two_runs[0], "--output", tmp_path / "both") == 0
+    page = (tmp_path / "both.html").read_text()
+    assert "planned, simulated, " in page
+    assert "30 of 30" in page
+    assert "planned p50" in page, "the legend"
+
+
+def test_two_simulations_differ_in_what_their_scenarios_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = []
+    for rate in (5, 10):
+        (tmp_path / "s.yaml").write_text(f"load: {{requests: 10, rate: {rate}, output_median: 5}}\n")
+        files.append(tmp_path / f"{rate}.json")
+        assert cli.main(["sim", "run", str(tmp_path / "s.yaml"), "--json", str(files[-1])]) == 0
+    capsys.readouterr()
+    assert bench("compare", *files) == 0
+    said = capsys.readouterr().out
+    assert said.count("the loads differ") == 1
+    assert "the loads differ in rate: 5.0 and 10.0" in said
+
+
 def test_files_that_are_not_ours_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     foreign, broken = tmp_path / "foreign.json", tmp_path / "broken.json"
     foreign.write_text(json.dumps({"format": "other"}))

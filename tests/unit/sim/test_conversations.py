@@ -206,11 +206,12 @@ def test_a_file_says_how_conversations_are_held(tmp_path: Path, capsys: pytest.C
     )
     assert main(["sim", "run", str(tmp_path / "talks.yaml"), "--json", str(tmp_path / "found.json")]) == 0
     found = json.loads((tmp_path / "found.json").read_text())
-    assert [turn["turn"] for turn in found["turns"]] == [1, 2, 3]
-    assert [turn["num"] for turn in found["turns"]] == [12] * 3
-    assert [turn["mean_input_tokens"] for turn in found["turns"]] == [104, 152, 200]
-    assert found["turns"][0]["cache"]["num_repeated_tokens"] is None
-    last = found["turns"][2]["cache"]
+    turns = found["runs"][0]["figures"]["turns"]
+    assert [turn["turn"] for turn in turns] == [1, 2, 3]
+    assert [turn["num"] for turn in turns] == [12] * 3
+    assert [turn["mean_input_tokens"] for turn in turns] == [104, 152, 200]
+    assert turns[0]["cache"]["num_repeated_tokens"] == 0
+    last = turns[2]["cache"]
     assert last["num_repeated_tokens"] == 12 * 160
     assert 0.5 * 12 * 160 < last["num_cached_tokens"] <= 12 * 160
     of_tenant = {one["conversation"]: one["tenant"] for one in found["requests"]}

@@ -320,9 +320,9 @@ def test_the_command_prints_and_writes_what_it_found(tmp_path: Path, capsys: pyt
     assert "TTFT" in shown
     assert "20, 0 of them by decode alone" in shown
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found["format"] == "tandem-simulation-1"
+    assert (found["format"], found["kind"], found["is_simulated"]) == ("tandem-bench/1", "run", True)
     assert len(found["requests"]) == 20
-    assert found["latencies"]["ttft_s"]["p50"] > 0
+    assert found["runs"][0]["figures"]["ttft_s"]["p50"] > 0
     assert found["slo"]["kept_share"] == 1.0
     assert found["worker_hours"]["decode"] == pytest.approx(found["simulated_s"] / 3600)
     assert found["pools"]["prefill"]["sizes"] == [[0.0, 1, 1]]

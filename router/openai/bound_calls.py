@@ -14,6 +14,7 @@ from router.openai.schema import ParsedRequest
 from router.tools.formats import ToolFormat
 from router.tools.grammar import CallForm, Wanted, grammar_of
 from router.tools.pieces import ToolUse
+from router.tools.schema_kinds import InexpressibleError
 from tandem.core.config import LimitsConfig
 from tandem.core.tokenizer import Tokenizer
 
@@ -50,7 +51,7 @@ def _may_be_strict(use: ToolUse, form: ToolFormat, tokenizer: Tokenizer) -> bool
     """
     if not use.strict or _needs_grammar(dataclasses.replace(use, strict=frozenset()), form):
         return True
-    return form.form is not None and form.form.has_plain_text and marks_of(tokenizer) is None
+    return form.form is not None and marks_of(tokenizer) is None
 
 
 def _needs_grammar(use: ToolUse, form: ToolFormat) -> bool:
@@ -62,9 +63,9 @@ def _needs_grammar(use: ToolUse, form: ToolFormat) -> bool:
 def _with_grammar(parsed: ParsedRequest, form: ToolFormat, card: ModelCard, limits: LimitsConfig) -> ParsedRequest:
     use, calls = parsed.tool_use, form.form
     is_forced = use.choice == "required"
-    if calls is None or not (is_forced or parsed.grammar is not None or calls.has_plain_text):
+    if calls is None:
         what = "tool_choice" if is_forced or use.only is not None else "tools"
-        refuse(what, f"asks for calls of a certain form, which is not possible with this model's ({form.name}) yet")
+        refuse(what, f"asks for calls of a certain form, which is not possible with this model's ({form.name})")
     wanted = Wanted(
         [_wanted(tool["function"], use) for tool in use.tools if use.only is None or _name(tool) in use.only],
         is_forced=is_forced or parsed.grammar is not None,
@@ -72,7 +73,11 @@ def _with_grammar(parsed: ParsedRequest, form: ToolFormat, card: ModelCard, limi
         instead=None if is_forced else _instead(parsed),
         spacing={} if parsed.grammar is None else parsed.grammar.spacing,
     )
-    grammar = of_lark(_lark(calls, wanted, card), "tools", limits)
+    try:
+        lark = _lark(calls, wanted, card)
+    except InexpressibleError as error:
+        refuse("tools", f"cannot hold in calls as this model writes them ({form.name}): {error}")
+    grammar = of_lark(lark, "tools", limits)
     sampling = dataclasses.replace(parsed.sampling, grammar=grammar.text)
     ignored = parsed.ignored_fields
     if is_forced and parsed.grammar is not None:  # of a text that does not come

@@ -5,15 +5,15 @@ A block is fed text and takes of it what is its own. The work for a piece does n
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import Enum
 from typing import Any, Protocol
 
 from router.tools.defects import read_or_none
 from router.tools.json_text import dumps, elements, loads, members
 from router.tools.pieces import Called
+from router.tools.schema_kinds import Kind, ParameterKinds, is_of
 
 #: Longer than any header between an opening and the arguments.
 _MAX_HEADER_CHARS = 512
@@ -81,12 +81,17 @@ def calls_of(text: str, arguments_key: str) -> list[Called]:
 # -- blocks
 
 
-class _JsonScan:
+class JsonScan:
     """Finds where a JSON object or list ends."""
 
     def __init__(self) -> None:
         self._depth = 0
         self._is_in_text = self._is_escaped = False
+
+    @property
+    def is_in_text(self) -> bool:
+        """Whether what comes next is within a string."""
+        return self._is_in_text
 
     def feed(self, text: str, at: int) -> int | None:
         """Where the value ends, or `None`: not in this text. The first text begins with the value's bracket."""
@@ -123,7 +128,7 @@ class JsonBlock:
         self.calls: list[Called] = []
         self._key, self._close, self._separator, self._names = arguments_key, close, separator, names
         self._value: list[str] = []  # of the value that is being read; empty between values
-        self._scan = _JsonScan()
+        self._scan = JsonScan()
         self._num_closed = 0  # characters of `close` that have come
         self._wants_value = True
 
@@ -150,7 +155,7 @@ class JsonBlock:
         if text[at] not in "{[":
             self.state = State.BROKEN
             return at
-        self._scan = _JsonScan()
+        self._scan = JsonScan()
         return self._read_value(text, at)
 
     def _read_value(self, text: str, at: int) -> int:
@@ -195,7 +200,7 @@ class NamedBlock:
         self._pattern = header
         self._header = ""
         self._arguments: list[str] = []
-        self._scan = _JsonScan()
+        self._scan = JsonScan()
 
     def feed(self, text: str, at: int) -> int:
         if not self._arguments:
@@ -262,47 +267,48 @@ def _space_end(text: str, at: int) -> int:
 
 # -- bodies that are not JSON
 
+_JSON_SPACE = " \t\n\r"
 _XML_CALL = re.compile(r"\s*<function=(?P<name>[^>\n]+)>(?P<body>.*?)</function>\s*", re.DOTALL)
 _XML_PARAMETER = re.compile(r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>", re.DOTALL)
 
 
-def xml_call(body: str, schemas: Mapping[str, Mapping[str, Any]]) -> Called:
+def xml_call(body: str, kinds: ParameterKinds) -> Called:
     """Qwen3-Coder's `<function=NAME><parameter=KEY>VALUE</parameter></function>`.
 
-    Values carry no type: each becomes what the tool's schema (`schemas`, by name) says of it, else a text.
+    Values carry no type: each becomes what the tool's schema (`kinds`) says of it, else a text.
     """
     call = _XML_CALL.fullmatch(body)
     if call is None:
         raise ValueError("no function")
     name = call["name"].strip()
-    properties = schemas.get(name, {}).get("properties")
-    if not isinstance(properties, dict):  # a client may write anything there
-        properties = {}
     rest = _XML_PARAMETER.sub("", call["body"])
     if rest.strip():
         raise ValueError("something beside parameters")
     arguments = {
-        found["key"].strip(): _typed(found["value"], properties.get(found["key"].strip()))
+        (key := found["key"].strip()): _typed(found["value"], kinds.of(name, key))
         for found in _XML_PARAMETER.finditer(call["body"])
     }
     return called(name, "{" + ", ".join(f"{dumps(key)}: {value}" for key, value in arguments.items()) + "}")
 
 
-def _typed(text: str, schema: Any) -> str:
-    """The JSON of a value: `text` where the schema wants something else than a text and it is that; else a text."""
-    wanted = schema.get("type") if isinstance(schema, dict) else None
-    kinds = wanted if isinstance(wanted, list) else [wanted]
-    if wanted is None or "string" in kinds:
-        return dumps(text)
+def _typed(text: str, kinds: frozenset[Kind]) -> str:
+    """The JSON of a value. Where a string is allowed, `text` is one unless it is JSON of another kind that is; else it
+    is a string only if it is no JSON."""
+    others = kinds - {"string", "any"}
+    written = text.strip(_JSON_SPACE)
     try:
-        loads(text.strip())
+        value = loads(written) if others else text
     except ValueError:
         return dumps(text)
-    return text.strip()
+    if len(others) == len(kinds) or any(is_of(value, kind) for kind in others):
+        return written
+    return dumps(text)
 
 
 _GEMMA_CALL = re.compile(r"\s*call:(?P<name>[\w.-]+)\s*(?P<body>\{.*\})\s*", re.DOTALL)
-_BARE_KEY = re.compile(r"(?<=[{,])\s*([A-Za-z_][\w.-]*)\s*:")
+#: What between two strings is not yet JSON as it is shown: keys, and what stands between parts. Other JSON may stand
+#: there, and strings as JSON has them.
+_GEMMA_PART = re.compile(r'"(?:[^"\\]|\\.)*"|(?P<before>[{,])\s*(?P<key>[A-Za-z_][\w.-]*)\s*:\s*|(?P<sign>[:,])\s*')
 
 
 def gemma_call(body: str, quote: str) -> Called:
@@ -313,6 +319,12 @@ def gemma_call(body: str, quote: str) -> Called:
     parts = call["body"].split(quote)
     if len(parts) % 2 == 0:
         raise ValueError("a text that does not end")
-    parts[0::2] = [_BARE_KEY.sub(r'"\1":', part) for part in parts[0::2]]
-    parts[1::2] = [json.dumps(part) for part in parts[1::2]]
-    return called(call["name"], loads("".join(parts)))
+    parts[0::2] = [_GEMMA_PART.sub(_as_json, part) for part in parts[0::2]]
+    parts[1::2] = [dumps(part) for part in parts[1::2]]
+    return called(call["name"], "".join(parts))
+
+
+def _as_json(part: re.Match[str]) -> str:
+    if part["key"] is not None:
+        return f"{part['before'].replace(',', ', ')}{dumps(part['key'])}: "
+    return part[0] if part["sign"] is None else f"{part['sign']} "

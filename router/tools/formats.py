@@ -13,10 +13,12 @@ from functools import partial
 from typing import Any
 
 from router.tools import harmony
+from router.tools.argument_rules import gemma_arguments, xml_arguments
 from router.tools.blocks import Block, ClosedBlock, JsonBlock, NamedBlock, gemma_call, xml_call
-from router.tools.grammar import CallForm
+from router.tools.grammar import CallForm, Messages
 from router.tools.pieces import PlainReader, Reader, ToolUse
 from router.tools.reader import MarkedReader
+from router.tools.schema_kinds import ParameterKinds
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class ToolFormat:
     #: Whether every message is written in it, with calls or without.
     is_always_written: bool = False
     wants_prompt: bool = False  # its reader does, as the prompt may have begun the message
-    #: How a grammar makes the model write calls; `None`: none can.
+    #: How a grammar makes the model write calls; `None`: nobody knows, as of a template of the checkpoint's own.
     form: CallForm | None = None
     #: What stands behind each call; empty: nothing.
     close: str = ""
@@ -59,10 +61,10 @@ def _json(_: ToolUse, __: str) -> Reader:
 
 
 def _xml(use: ToolUse, _: str) -> Reader:
-    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in use.tools}
+    kinds = ParameterKinds({tool["function"]["name"]: tool["function"].get("parameters") for tool in use.tools})
 
     def block() -> Block:
-        return ClosedBlock("</tool_call>", partial(xml_call, schemas=schemas))
+        return ClosedBlock("</tool_call>", partial(xml_call, kinds=kinds))
 
     return MarkedReader(["<tool_call>"], block)
 
@@ -93,7 +95,20 @@ def _gemma(opening: str, close: str, quote: str, _: ToolUse, __: str) -> Reader:
 
 
 def _gemma_format(name: str, opening: str, close: str, quote: str) -> ToolFormat:
-    return ToolFormat(name, (opening, close, quote), partial(_gemma, opening, close, quote), close=close)
+    return ToolFormat(
+        name,
+        (opening, close, quote),
+        partial(_gemma, opening, close, quote),
+        form=CallForm(
+            opening,
+            before=("call:",),
+            after=(f"\0{close}",),
+            arguments=gemma_arguments(quote, close),
+            is_json=False,
+            name=r"[\w.-]+",
+        ),
+        close=close,
+    )
 
 
 HARMONY = ToolFormat(
@@ -102,14 +117,19 @@ HARMONY = ToolFormat(
     lambda *_: harmony.HarmonyReader(),
     is_always_written=True,
     form=CallForm(
-        "<|channel|>",
-        before=("commentary to=functions.",),
+        before=("\0<|channel|>", "commentary to=functions."),
         between=(" ", "\0<|constrain|>", "json", "\0<|message|>"),
+        # As the template writes earlier calls.
+        also=(((" to=functions.",), ("\0<|channel|>", "commentary json", "\0<|message|>")),),
         is_json=False,
         is_single=True,
-        prelude='(MARKER(<|channel|>) "analysis" MARKER(<|message|>) /(?s:.+)/ MARKER(<|end|>) MARKER(<|start|>) '
-        '"assistant")?',
-        has_plain_text=False,
+        messages=Messages(
+            thought=("\0<|channel|>", "analysis", "\0<|message|>"),
+            said=("\0<|channel|>", "commentary", "\0<|message|>"),
+            last=("\0<|channel|>", "final", "\0<|message|>"),
+            next=("\0<|end|>", "\0<|start|>", "assistant"),
+            markers=harmony.MARKERS,
+        ),
     ),
 )
 HERMES = ToolFormat(
@@ -124,7 +144,21 @@ HERMES = ToolFormat(
     ),
     close="</tool_call>",
 )
-QWEN_CODER = ToolFormat("qwen-coder", ("<tool_call>", "</tool_call>"), _xml, close="</tool_call>")
+QWEN_CODER = ToolFormat(
+    "qwen-coder",
+    ("<tool_call>", "</tool_call>"),
+    _xml,
+    form=CallForm(
+        "<tool_call>",
+        before=("\n<function=",),
+        between=(">\n",),
+        after=("</function>\n", "\0</tool_call>"),
+        arguments=xml_arguments(("</parameter>", "</tool_call>")),
+        is_json=False,
+        name=r"[^\s<>]+",
+    ),
+    close="</tool_call>",
+)
 LLAMA = ToolFormat(
     "llama",
     ("<|python_tag|>",),

@@ -5,16 +5,27 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-#: A marker in a grammar: its token where it is a special one, else its text.
-Marker = Callable[[str], str]
+from router.tools.argument_rules import Arguments, Marker, Rules, json_arguments
+from router.tools.raw_texts import escaped
+from router.tools.schema_kinds import InexpressibleError
 
-#: Between the parts of arguments stands what most templates write there.
-_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+@dataclass(frozen=True)
+class Messages:
+    """Text beside calls, where a format has channels for it. Parts are as those of `CallForm`.
+
+    A turn is any number of messages, then a call, or a last message.
+    """
+
+    thought: Sequence[str]  # what begins a message that is reasoning
+    said: Sequence[str]  # what begins one that is said before a call
+    last: Sequence[str]  # what begins the last one
+    next: Sequence[str]  # what stands between a message and the next
+    markers: Sequence[str]  # their texts have no place in text
 
 
 @dataclass(frozen=True)
@@ -29,12 +40,14 @@ class CallForm:
     before: Sequence[str] = ()
     between: Sequence[str] = ()
     after: Sequence[str] = ()
+    also: Sequence[tuple[Sequence[str], Sequence[str]]] = ()  # other ways to write `before` and `between`
     separator: str = ""  # between calls behind one opening; empty: each call has its own
     tail: str = ""
+    arguments: Arguments = json_arguments
     is_json: bool = True  # a name stands between quotes, as JSON writes it
+    name: str = r"[^\s<>\[\]{}\"]+"  # an expression of the names that its reader takes, where they are not in JSON
     is_single: bool = False  # a turn has one call at most
-    prelude: str = ""  # in Lark's form, `MARKER(…)` for markers: what may come before the opening
-    has_plain_text: bool = True  # text beside calls stands there as it is
+    messages: Messages | None = None  # text beside calls is in these; `None`: it stands there as it is
 
 
 @dataclass(frozen=True)
@@ -57,39 +70,62 @@ class Wanted:
 
 
 def grammar_of(form: CallForm, wanted: Wanted, marker: Marker) -> str:
-    """The grammar, in Lark's form."""
+    """The grammar, in Lark's form.
+
+    Raises `InexpressibleError`: no call of this format can be held to what is wanted of it.
+    """
     is_single = wanted.is_single or form.is_single
-    rules = [f"call: {' | '.join(f'call{n}' for n in range(len(wanted.tools)))}"]
-    for number, (name, schema) in enumerate(wanted.tools):
+    rules, calls = Rules(), []
+    for name, schema in wanted.tools:
+        if not form.is_json and not re.fullmatch(form.name, name):
+            raise InexpressibleError("", f"the name {name!r} cannot be written")
         quoted = json.dumps(name, ensure_ascii=False) if form.is_json else name
-        parts = [*_terms(form.before, marker), _text(quoted), *_terms(form.between, marker), f"arguments{number}"]
-        rules.append(f"call{number}: {' '.join([*parts, *_terms(form.after, marker)])}")
-        given = {**(_ANY_OBJECT if schema is None else schema), "x-guidance": _SPACING}
-        rules.append(f"arguments{number}: %json {json.dumps(given, ensure_ascii=False)}")
-    start = _start(form, is_single=is_single, is_forced=wanted.is_forced, marker=marker)
+        try:
+            arguments = form.arguments(schema, rules, marker)
+        except InexpressibleError as error:
+            raise InexpressibleError("", f"of {name}: {error}") from error
+        heads = " | ".join(
+            " ".join([*_terms(before, marker), _text(quoted), *_terms(between, marker)])
+            for before, between in [(form.before, form.between), *form.also]
+        )
+        head = f"({heads})" if form.also else heads
+        calls.append(rules.rule(" ".join(part for part in [head, arguments, *_terms(form.after, marker)] if part)))
+    instead = ""
     if wanted.instead is not None:
-        start += " | instead"
         given = {**wanted.instead, "x-guidance": wanted.spacing}
-        rules.append(f"instead: %json {json.dumps(given, ensure_ascii=False)}")
-    return "\n".join([start, *rules, ""])
+        instead = rules.rule(f"%json {json.dumps(given, ensure_ascii=False)}")
+    start = _in_messages if form.messages else _start
+    lines = start(form, instead, is_single=is_single, is_forced=wanted.is_forced, marker=marker)
+    return "\n".join([lines, f"call: {' | '.join(calls)}", *rules.lines, ""])
 
 
-def _start(form: CallForm, *, is_single: bool, is_forced: bool, marker: Marker) -> str:
+def _start(form: CallForm, instead: str, *, is_single: bool, is_forced: bool, marker: Marker) -> str:
     rest = _rest(form, is_single)
     opening = marker(form.opening) if form.opening else '""'
     if is_forced:
         again = "" if is_single or form.separator else f" ({_text(_NEW_LINE)}? {opening} {rest})*"
-        return f"start: {_prelude(form, marker)}{opening} {rest}{again}"
+        return f"start: {opening} {rest}{again}{f' | {instead}' if instead else ''}"
     if not form.opening:  # a call is the whole output, or there is none
         return f'start: {rest} | TEXT\nTEXT: /[^{{](?s:.*)/ | ""'
     times = "?" if is_single else "*"
+    # A reader finds an opening by its text, so that is none of what is said, also where its token is a special one.
+    text = f"TEXT: /(?s:.+)/ & ~/(?s:.*){escaped(form.opening)}(?s:.*)/"
     if opening.startswith("<"):  # its token is no text
-        return f"start: TEXT? (opened {rest} TEXT?){times}\nopened: {opening}\nTEXT: /(?s:.+)/"
-    return (
-        f"start: (opened {rest}){times} TEXT?\n"
-        f"opened[suffix={opening}]: /(?s:.*)/\n"
-        f"TEXT: /(?s:.+)/ & ~/(?s:.*){_escaped(form.opening)}(?s:.*)/"
-    )
+        return f"start: TEXT? (opened {rest} TEXT?){times}\nopened: {opening}\n{text}"
+    return f"start: (opened {rest}){times} TEXT?\nopened[suffix={opening}]: /(?s:.*)/\n{text}"
+
+
+def _in_messages(form: CallForm, instead: str, *, is_single: bool, is_forced: bool, marker: Marker) -> str:
+    messages = form.messages
+    assert messages is not None
+    follows = " ".join(_terms(messages.next, marker))
+    begins = [messages.thought] if is_forced else [messages.thought, messages.said]
+    before = " | ".join(f"{' '.join(_terms(begin, marker))} TEXT? {follows}" for begin in begins)
+    rest = _rest(form, is_single)
+    last = " ".join(_terms(messages.last, marker))
+    said = f" | {last} {instead or 'TEXT?'}" if instead or not is_forced else ""
+    texts = "|".join(map(escaped, messages.markers))
+    return f"start: ({before})* ({rest}{said})\nTEXT: /(?s:.+)/ & ~/(?s:.*)({texts})(?s:.*)/"
 
 
 _NEW_LINE = "\n"
@@ -101,15 +137,6 @@ def _rest(form: CallForm, is_single: bool) -> str:
     return " ".join(part for part in (_text(form.head), f"call{again}", _text(form.tail)) if part)
 
 
-def _prelude(form: CallForm, marker: Marker) -> str:
-    prelude = form.prelude
-    while "MARKER(" in prelude:
-        before, _, rest = prelude.partition("MARKER(")
-        name, _, behind = rest.partition(")")
-        prelude = f"{before}{marker(name)}{behind}"
-    return f"{prelude} " if prelude else ""
-
-
 def _terms(parts: Sequence[str], marker: Marker) -> list[str]:
     """Texts, and markers, which stand between two `\\0`."""
     return [marker(part[1:]) if part.startswith("\0") else _text(part) for part in parts]
@@ -117,8 +144,3 @@ def _terms(parts: Sequence[str], marker: Marker) -> list[str]:
 
 def _text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
-
-
-def _escaped(text: str) -> str:
-    """A text within a regular expression between slashes."""
-    return re.escape(text).replace("/", "\\/")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 
 from router.request.stop_strings import possible_start
-from router.tools.blocks import called
+from router.tools.blocks import JsonScan, called
 from router.tools.defects import read_or_none
 from router.tools.pieces import Piece, Said, Thought, add_piece
 
@@ -19,6 +19,7 @@ MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>"
 
 _MESSAGE, _START = "<|message|>", "<|start|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", _START)
+_END = re.compile("|".join(map(re.escape, _ENDS)))
 _MAX_HEADER_CHARS = 512
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
@@ -33,6 +34,7 @@ class HarmonyReader:
         self._channel = ""
         self._recipient: str | None = None
         self._arguments: list[str] = []  # of a call: all of its body so far
+        self._scan: JsonScan | None = None  # of a call, as long as its arguments go on: they may have ends in strings
 
     def push(self, text: str) -> list[Piece]:
         """See `router.tools.pieces.Reader`."""
@@ -48,6 +50,10 @@ class HarmonyReader:
         if self._header is not None:
             add_piece(Said(_bare(self._header + self._window)), pieces)
         else:
+            if self._scan is not None and self._scan.is_in_text:
+                # The string never ended, so the first end was one after all.
+                self._window, self._scan, self._arguments = "".join(self._arguments) + self._window, None, []
+                return [*self.push(""), *self.finish()]
             self._tell(self._window, pieces)
             self._end_message(pieces)
         self._window, self._header = "", ""
@@ -80,22 +86,32 @@ class HarmonyReader:
         self._channel = channel[1] if channel else "final"
         self._recipient = recipient[1] if recipient else None
         self._header, self._arguments = None, []
+        self._scan = None if self._recipient is None else JsonScan()
 
     def _read_body(self, pieces: list[Piece]) -> bool:
         """Whether there is more to read."""
-        window = self._window
-        found = min(((at, end) for end in _ENDS if (at := window.find(end)) >= 0), default=None)
+        window, at = self._window, 0
+        while (found := _END.search(window, at)) is not None:
+            self._follow(window[at : found.start()])
+            if self._scan is None or not self._scan.is_in_text:
+                break
+            at = found.end()
         if found is None:
             keep = possible_start(window, _ENDS)
+            self._follow(window[at:keep])
             self._tell(window[:keep], pieces)
             self._window = window[keep:]
             return False
-        at, end = found
-        self._tell(window[:at], pieces)
+        self._tell(window[: found.start()], pieces)
         self._end_message(pieces)
         # What follows is the next header, with or without `<|start|>assistant` before it.
-        self._header, self._window = "", window[at + len(end) :]
+        self._header, self._window = "", window[found.end() :]
         return True
+
+    def _follow(self, text: str) -> None:
+        """Go on in the arguments of a call; no end has a sign of JSON in it."""
+        if self._scan is not None and self._scan.feed(text, 0) is not None:
+            self._scan = None
 
     def _tell(self, text: str, pieces: list[Piece]) -> None:
         if not text:

@@ -75,6 +75,10 @@ WRITTEN: list[tuple[ToolFormat, str, list[Piece]]] = [
               '<|constrain|>json<|message|>{"city": "Kyōto", "days": 2}', [Thought("Hm."), ONE]),
     (HARMONY, "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.now<|channel|>commentary"
               "<|message|>{}<|call|>", [Said("I look."), OTHER]),
+    (HARMONY, '<|channel|>commentary to=functions.now<|message|>{"a": "<|end|> \\"<|call|>"}<|call|><|start|>assistant'
+              "<|channel|>final<|message|>Yes.", [Called("now", '{"a": "<|end|> \\"<|call|>"}'), Said("Yes.")]),
+    (HARMONY, '<|channel|>commentary to=functions.now<|message|>{"a": "b}<|call|><|start|>assistant<|channel|>analysis'
+              "<|message|>Hm.<|end|>", [Said('{"a": "b}'), Thought("Hm.")]),
 ]  # fmt: skip
 
 #: What is no call comes out as it was written.
@@ -98,7 +102,6 @@ MALFORMED: list[tuple[ToolFormat, str]] = [
     (MISTRAL_NAMED, "[TOOL_CALLS]" + "x" * 600 + "{}"),
     (MISTRAL_NAMED, '[TOOL_CALLS]now[ARGS]{"x"'),
     (GEMMA, '<|tool_call>call:now{x:<|"|>y}<tool_call|>'),
-    (GEMMA, "<|tool_call>call:now{x:1e400}<tool_call|>"),
     (FUNCTION_GEMMA, "<start_function_call>now<end_function_call>"),
     (HARMONY, "I never learned to write so."),
     (HARMONY, "x" * 2000),
@@ -151,9 +154,56 @@ def test_arguments_stay_as_the_model_has_written_them(form: ToolFormat, text: st
     assert set(pieces) == {Called("now", ODD)}
 
 
-def test_a_parameter_stays_the_number_that_the_model_has_written() -> None:
-    text = "<tool_call><function=weather><parameter=days>\n1e400\n</parameter></function></tool_call>"
-    assert read(QWEN_CODER, [text]) == [Called("weather", '{"days": 1e400}')]
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (QWEN_CODER, "<tool_call><function=weather><parameter=days>\n1e400\n</parameter></function></tool_call>"),
+        (GEMMA, "<|tool_call>call:weather{days:1e400}<tool_call|>"),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_a_parameter_stays_the_number_that_the_model_has_written(form: ToolFormat, text: str) -> None:
+    assert read(form, [text]) == [Called("weather", '{"days": 1e400}')]
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "value"),
+    [
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, "12", "12"),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, " 12 ", 12),
+        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "12", 12),
+        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "1.5", "1.5"),
+        ({"anyOf": [{"type": "string"}, {"type": "array"}]}, '["a"]', ["a"]),
+        ({"$ref": "#/$defs/level"}, "2", 2),
+        ({"enum": [1, 2]}, "2", 2),
+        ({"enum": ["1", "2"]}, "2", "2"),
+        ({"type": "array", "contains": {}}, "[1]", [1]),
+        ({"type": "integer"}, "two", "two"),
+        ({}, "12", "12"),
+        ({"$ref": "#/$defs/nowhere"}, "12", "12"),
+        ({"type": "array", "minItems": "x", "anyOf": [{"minItems": 1}]}, "[1]", [1]),
+    ],
+)
+def test_a_parameter_is_what_its_schema_lets_it_be(schema: dict[str, Any], written: str, value: object) -> None:
+    parameters = {"type": "object", "properties": {"x": schema}, "$defs": {"level": {"type": "integer"}}}
+    reader = reader_for(QWEN_CODER, ToolUse((normal_tool("now", None, parameters),)))
+    text = f"<tool_call><function=now><parameter=x>\n{written}\n</parameter></function></tool_call>"
+    (call,) = [*reader.push(text), *reader.finish()]
+    assert isinstance(call, Called)
+    assert json.loads(call.arguments) == {"x": value}
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ('{a:<|"|>x, y:1<|"|>,b:[1,{c_d:null}],e-f:{}}', '{"a": "x, y:1", "b": [1, {"c_d": null}], "e-f": {}}'),
+        ('{<|"|>a b<|"|>:1, c : -1.50}', '{"a b": 1, "c": -1.50}'),
+        ('{"a":"x,y:1","b":["\\"<|", 2]}', '{"a": "x,y:1", "b": ["\\"<|", 2]}'),
+    ],
+)
+def test_gemmas_arguments_become_json_and_strings_stay_what_they_are(written: str, arguments: str) -> None:
+    assert read(GEMMA, [f"<|tool_call>call:now{written}<tool_call|>"]) == [Called("now", arguments)]
 
 
 MARKS = st.sampled_from(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tandem import cli
 from tandem.bench.cache_replay import CacheReplay, CacheSpec, replay
 from tandem.bench.load.block_names import BlockNames
 from tandem.bench.load.trace_entry import TraceEntry
+from tandem.bench.load.traces import load_trace
 from tandem.bench.report import cache_table, json_file
 
 BLOCK = 16
@@ -130,3 +132,28 @@ def test_a_trace_that_names_no_blocks_is_refused(tmp_path: Path, capsys: pytest.
     assert "does not say what prompts share" in capsys.readouterr().err
     assert cli.main(["bench", "cache", str(tmp_path / "none")]) == 1
     assert "cannot read the trace" in capsys.readouterr().err
+
+
+MOONCAKE = Path(__file__).parents[3].parent / "shared/data/mooncake/conversation_trace.jsonl"
+of_mooncake = pytest.mark.skipif(not MOONCAKE.exists(), reason="Mooncake's trace is not at ../shared/data/mooncake")
+
+
+def own_ratio(path: Path, num: int | None) -> float:
+    """Of its first `num` requests the share of blocks that were in a prompt before, by their ids alone."""
+    seen, num_blocks = set[int](), 0
+    with path.open() as lines:
+        for line in islice(lines, num):
+            ids = json.loads(line)["hash_ids"]
+            seen.update(ids)
+            num_blocks += len(ids)
+    return 1 - len(seen) / num_blocks
+
+
+@of_mooncake
+@pytest.mark.parametrize(
+    ("num", "ratio"), [(1000, 0.2121), pytest.param(None, 0.3664, marks=pytest.mark.faults)], ids=["1,000", "all"]
+)
+def test_the_index_finds_as_much_of_mooncakes_trace_as_the_trace_has(num: int | None, ratio: float) -> None:
+    found = replay(CacheSpec(), load_trace(MOONCAKE, limit=num))
+    assert found.hit_ratio == pytest.approx(ratio, rel=0.005)
+    assert found.hit_ratio == pytest.approx(own_ratio(MOONCAKE, num), rel=0.005)

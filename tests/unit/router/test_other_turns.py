@@ -62,6 +62,7 @@ class World:
 
     Attributes:
         are_told: whether routers tell each other of their turns.
+        word_s: that a word takes to the others.
         silent: routers that stand still.
     """
 
@@ -70,11 +71,13 @@ class World:
     prompt_tokens: int = 10_000
     seed: int = 0
     are_told: bool = True
+    word_s: float = 0.0
     clock: VirtualClock = field(default_factory=VirtualClock)
     got: Counter[str] = field(default_factory=Counter)
     silent: set[int] = field(default_factory=set)
     busy: list[int] = field(default_factory=list)  # places, by round
     num_computed: list[int] = field(default_factory=list)  # tokens of prompts, by round
+    words: deque[tuple[float, int, TurnNews]] = field(default_factory=deque)  # under way: when it is there, who tells
 
     def __post_init__(self) -> None:
         self.rng, self.numbers = Random(self.seed), count()
@@ -130,6 +133,7 @@ class World:
         every = round(EVERY_S / ROUND_S)
         for number in range(round(seconds / ROUND_S)):
             self.clock.advance(ROUND_S)
+            self.hear()
             for router in range(len(self.turns)):
                 if router not in self.silent:
                     if self.are_told and number % every == router:
@@ -141,10 +145,15 @@ class World:
             self.known = list(self.placed)
 
     def tell(self, router: int) -> None:
-        news = self.turns[router].tell()
-        for other, turns in enumerate(self.turns):
-            if other != router and other not in self.silent:
-                turns.hear(f"router-{router}", news)
+        self.words.append((self.clock.now() + self.word_s, router, self.turns[router].tell()))
+        self.hear()
+
+    def hear(self) -> None:
+        while self.words and self.words[0][0] <= self.clock.now():
+            _, router, news = self.words.popleft()
+            for other, turns in enumerate(self.turns):
+                if other != router and other not in self.silent:
+                    turns.hear(f"router-{router}", news)
 
     def place(self, router: int) -> None:
         """Those whose turn has come. Others come in their place."""
@@ -217,6 +226,20 @@ def test_wherever_connections_lie_tenants_get_what_their_weights_say(case: str, 
     world.run(20.0)
     assert world.jain() >= 0.99, world.shares()
     assert world.use() >= 0.97, "who holds back leaves nothing idle"
+
+
+@pytest.mark.parametrize("word_s", [0.0, 0.05, 0.25])
+def test_two_routers_whose_words_are_as_old_as_a_turn_takes_divide_evenly_too(word_s: float) -> None:
+    """The tenants, places and lengths of `tests/scenarios/test_turns_are_fair.py`, without a process that asks late."""
+    loads = {
+        "flood": Load((2, 22), prompt=50, output=96),
+        "modest": Load((8, 0), prompt=200, output=16),
+        "double": Load((12, 0), weight=2.0, prompt=100, output=48),
+    }
+    world = World(loads, num_places=4, word_s=word_s)
+    world.run(10.0)
+    assert world.jain() >= 0.95, world.shares()
+    assert world.use() >= 0.97
 
 
 @pytest.mark.parametrize("case", CASES)

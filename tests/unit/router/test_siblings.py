@@ -23,6 +23,7 @@ import pytest
 from router.http import siblings
 from router.http.siblings import Siblings
 from router.server import RouterServer
+from tandem import cli
 from tandem.core import config as configuration
 from tandem.core.errors import ConfigError
 from tandem.core.ports import free_port
@@ -292,7 +293,7 @@ def test_one_scrape_has_the_figures_of_all(shared: SharedPort) -> None:
 
 
 @pytest.mark.processes
-def test_one_page_shows_the_requests_of_all(shared: SharedPort) -> None:
+def test_one_page_shows_the_requests_of_all(shared: SharedPort, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = shared.start("router-0"), shared.start("router-1")
     with shared.accepted_by(first, second) as one, shared.accepted_by(second, first) as other:
         ids = [client.post("/v1/completions", json=BODY).headers["x-request-id"] for client in (one, other)]
@@ -301,10 +302,23 @@ def test_one_page_shows_the_requests_of_all(shared: SharedPort) -> None:
                 told = json.loads(next(line for line in events.iter_lines() if line.startswith("data: "))[6:])
             assert [router["router"] for router in told["routers"]] == ["router-0", "router-1"]
             assert {row["id"].partition("#")[0] for row in told["ended"]} == set(ids)
-    for name in ids:  # whichever router is asked
-        with shared.accepted_by(first, second) as client:
-            (found,) = client.get(f"/v1/requests/{name}").json()["data"]
-        assert found["router"] == f"router-{ids.index(name)}"
+    for asked, sibling in ((first, second), (second, first)):
+        with shared.accepted_by(asked, sibling) as client:
+            for number, name in enumerate(ids):
+                of = f"router-{number}"
+                (found,) = client.get(f"/v1/requests/{name}").json()["data"]
+                assert (found["router"], found["state"], found["spans"][-1]["name"]) == (of, "finished", "send")
+                (way,) = client.get(f"/v1/requests/{name}/explain").json()["data"]
+                assert (way["router"], way["id"]) == (of, found["id"])
+                (choice,) = way["attempts"]
+                assert (choice["prefill"], choice["decode"], choice["why"]) == ("prefill-0", "decode-0", "load")
+                assert {candidate["worker"] for candidate in choice["candidates"]} >= {"prefill-0"}
+    # And by the command, whose connection any of the two accepts.
+    for number, name in enumerate(ids):
+        assert cli.main(["trace", name, "--url", f"http://127.0.0.1:{first.http_port}"]) == 0
+        said = capsys.readouterr().out
+        assert f"; router-{number}" in said
+        assert "prefill-0 → decode-0 (load)" in said
 
 
 @pytest.mark.processes

@@ -67,7 +67,8 @@ class Exchange:
         self._grammars = grammars
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrived_s = scope["state"].get(ARRIVED, self._context.clock.now())  # a batch comes over no connection
+        begun_s = self._context.clock.now()
+        arrived_s = scope["state"].get(ARRIVED, begun_s)  # a batch comes over no connection
         request_id: str = scope["state"]["request_id"]
         tenant: Tenant = scope["state"]["tenant"]
         tenants = self._context.tenants
@@ -88,7 +89,7 @@ class Exchange:
             unread = unread_variables(call.parsed, self._context.tokenizer)
             encoder = call.encoder(call.parsed, setting)
             headers = ignored_header((*call.parsed.ignored_fields, *unread))
-            group = self._admit(http, call.parsed, requests, read_s, tenant)
+            group = self._admit(http, call.parsed, requests, (begun_s, read_s), tenant)
             headers |= tenants.headers(tenant)
         except ClientDisconnect:
             self._context.metrics.requests.labels("cancelled").inc()
@@ -164,9 +165,14 @@ class Exchange:
             return *await self._bodies.work_on(raw, work), read_s
 
     def _admit(
-        self, http: HttpRequest, parsed: ParsedRequest, requests: list[Request], read_s: float, tenant: Tenant
+        self,
+        http: HttpRequest,
+        parsed: ParsedRequest,
+        requests: list[Request],
+        taken_s: tuple[float, float],
+        tenant: Tenant,
     ) -> PromptGroup:
-        """Give each request a place in the queue."""
+        """Give each request a place in the queue. `taken_s`: when it was taken up, and when its body had come."""
         context, num_tokens = self._context, sum(len(request.prompt_ids) for request in requests)
         check_placeable(context.workers.snapshot(), pools=parsed.pools)
         context.tenants.check(tenant, num_tokens)
@@ -177,7 +183,7 @@ class Exchange:
         max_tokens = context.config.limits.stream_buffer_tokens if parsed.stream else None
         parent = {name: http.headers[name] for name in _PARENT if name in http.headers}
         deltas = DeltaBuffer(max_tokens)
-        return PromptGroup(requests, context, deltas, kind=parsed.kind, read_s=read_s, parent=parent)
+        return PromptGroup(requests, context, deltas, kind=parsed.kind, taken_s=taken_s, parent=parent)
 
     def _count_refused(self, error: TandemError, tenant: Tenant) -> None:
         outcome = outcome_of(error)

@@ -27,6 +27,7 @@ from router.http.error_shapes import error_body_at
 from router.openai.responses import error_headers
 from tandem.core.config import LimitsConfig
 from tandem.core.errors import InvalidRequestError, OverloadedError, RequestTimeoutError, TandemError
+from tandem.core.socket_wait import came_s
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ _LAST_LOOK_S = 0.01
 _LOOP_TICK_S = 0.001
 MAX_HEAD_BYTES = 16 << 10
 
-#: In `scope["state"]`: when the head of the request had come, on the monotonic clock.
+#: In `scope["state"]`: when the head of the request had come to this host, on the monotonic clock.
 ARRIVED = "arrived_s"
 #: In `scope["state"]`: a function that cuts the connection off at once, with what waits to be written.
 ABORT = "abort_connection"
@@ -75,6 +76,7 @@ class BoundedProtocol(H11Protocol):
         self._arrival: asyncio.TimerHandle | None = None
         self._awaits = ""  # what `_arrival` waits for: "head" or "body"
         self._stall: asyncio.TimerHandle | None = None
+        self._fd = -1
         self._num_body_bytes = 0
         self._num_when_awaited = 0  # of them, when `_arrival` began to run
 
@@ -82,6 +84,7 @@ class BoundedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._fd = transport.get_extra_info("socket").fileno()
         if len(self.connections) > self._limits.max_connections:
             error = OverloadedError(f"{self._limits.max_connections} connections are open; try again later")
             self._refuse(error, 503)
@@ -95,10 +98,11 @@ class BoundedProtocol(H11Protocol):
         self._on_lost()
 
     def data_received(self, data: bytes) -> None:
-        # What had come before the loop looked waits while it serves what it saw first. Its own time is that of the
-        # look, and lacks the rest of the millisecond. With the end of a body the next head may come: each request has a
-        # copy of its own.
-        self.app_state[ARRIVED] = min(time.monotonic(), self.loop.time() + _LOOP_TICK_S)
+        # What had come before the loop looked waits while it serves what it saw first, and before that while it was
+        # busy. Its own time is that of the look, and lacks the rest of the millisecond. With the end of a body the next
+        # head may come: each request has a copy of its own.
+        look_s = min(time.monotonic(), self.loop.time() + _LOOP_TICK_S)
+        self.app_state[ARRIVED] = came_s(self._fd, look_s)
         if self.conn.their_state is h11.SEND_BODY:
             self._num_body_bytes += len(data)
         elif self.conn.their_state is h11.IDLE and self._is_head_too_large(data):

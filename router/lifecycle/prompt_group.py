@@ -30,14 +30,14 @@ class PromptGroup:
         deltas: DeltaBuffer,
         *,
         kind: str,
-        read_s: float,
+        taken_s: tuple[float, float],
         parent: Mapping[str, str],
     ) -> None:
         """Admission let each request in: a request tells it when it no longer waits, the group when it has ended.
 
         Args:
             kind: what was asked for, for people: "chat" or "completion".
-            read_s: when the body had come.
+            taken_s: when the router came to it, and when the body had come.
             parent: `traceparent` and `tracestate` of the HTTP request, where it has them.
         """
         self.requests = requests
@@ -47,7 +47,7 @@ class PromptGroup:
         self.prompts_at = [""] * len(requests)
         self._context = context
         self._entered_s = context.clock.now()
-        self._traces = [_trace(request, kind, read_s, self._entered_s, parent) for request in requests]
+        self._traces = [_trace(request, kind, taken_s, self._entered_s, parent) for request in requests]
         for trace in self._traces:
             context.recorder.begin(trace)
         self._inboxes: list[Mailbox[Event]] = [Mailbox() for _ in requests]
@@ -122,7 +122,10 @@ class PromptGroup:
         return self._context.clock.now() - self._entered_s
 
 
-def _trace(request: Request, kind: str, read_s: float, ready_s: float, parent: Mapping[str, str]) -> Trace:
+def _trace(
+    request: Request, kind: str, taken_s: tuple[float, float], ready_s: float, parent: Mapping[str, str]
+) -> Trace:
+    begun_s, read_s = taken_s
     return Trace(
         request_id=request.request_id,
         client_id=request.request_id.rpartition("#")[0],
@@ -130,6 +133,7 @@ def _trace(request: Request, kind: str, read_s: float, ready_s: float, parent: M
         num_prompt_tokens=len(request.prompt_ids),
         num_choices=request.num_choices,
         kind=kind,
+        begun_s=begun_s,
         read_s=read_s,
         ready_s=ready_s,
         parent=parent,

@@ -90,6 +90,8 @@ class Trace:
 
     Attributes:
         stamps: when it reached which state; the request's own list, which grows.
+        arrived_s: when its first bytes had come to this host.
+        begun_s: when the router came to it: a busy one leaves what comes where it is.
         read_s, ready_s: when its body had come, and when it had been tokenised and let in.
         ended_s: when the end of its answer was written; `None` while it goes on.
         parent: its client's `traceparent` and `tracestate`, so far as it sent them.
@@ -102,6 +104,7 @@ class Trace:
     num_choices: int
     kind: str = ""
     parent: Mapping[str, str] = field(default_factory=dict)
+    begun_s: float | None = None
     read_s: float | None = None
     ready_s: float | None = None
     ended_s: float | None = None
@@ -158,7 +161,9 @@ class Trace:
 
     def _borders(self) -> Iterator[tuple[float, str, int]]:
         """Where each part begins, in order of time; what begins later hides the end of what came before."""
-        points: list[tuple[float, int, str, int]] = [(self.arrived_s, 0, "read", 0)]
+        points: list[tuple[float, int, str, int]] = [(self.arrived_s, 0, "waits for router", 0)]
+        if self.begun_s is not None:
+            points.append((self.begun_s, 0, "read", 0))
         if self.read_s is not None:
             points.append((self.read_s, 1, "tokenise", 0))
         if self.ready_s is not None:

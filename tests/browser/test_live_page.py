@@ -93,7 +93,8 @@ def test_workers_requests_and_the_way_of_one_are_seen_as_they_happen(
     browser.find_element(By.CSS_SELECTOR, "#requests tr").click()
     until(browser, lambda: len(texts(browser, "#waterfall rect")) > 8)
     named = texts(browser, "#waterfall text")
-    parts = {"read", "tokenise", "queue", "waits for prefill", "prefill", "handoff", "decode", "send"}
+    parts = {"waits for router", "read", "tokenise", "queue", "waits for prefill"}
+    parts |= {"prefill", "handoff", "decode", "send"}
     # The second attempt is answered at once: of its states that are reached together only the last one lasts.
     assert {*parts, "waits for prefill (attempt 2)"} <= set(named), " ".join(named)
     facts = browser.find_element(By.ID, "one-facts").text

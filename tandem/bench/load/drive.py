@@ -181,6 +181,7 @@ def record_of(
         num_output=num_output,
         token_source=source,
         digest=stream.digest,
+        own_s=outcome.own_s,
     )
 
 

@@ -18,6 +18,7 @@ from tandem.bench.load.sse import EventParser
 from tandem.bench.load.stream_log import StreamLog
 from tandem.core.addresses import join_address, split_url
 from tandem.core.errors import ConfigError
+from tandem.core.socket_wait import came_s
 
 _CONNECT_S = 10.0
 _OK = 200
@@ -33,6 +34,8 @@ class Outcome:
     sent_s: float
     status: int = 0  # of HTTP, or one of ours: `UNFINISHED` is a stream without its end, or with an error
     ended_s: float = 0.0
+    written_s: float = 0.0  # when its first byte was: a connection may have been opened before
+    came_s: float = 0.0  # when its answer's last byte had come to this host: the client may be too busy to read it
     stream: StreamLog | None = None  # where the answer was one
     retry_after_s: int | None = None
     body: bytes = b""  # where the answer was no stream
@@ -48,6 +51,11 @@ class Outcome:
     @property
     def e2e_s(self) -> float:
         return self.ended_s - self.sent_s
+
+    @property
+    def own_s(self) -> float:
+        """Of a whole answer, what of its time this client took for itself."""
+        return self.written_s - self.sent_s + self.ended_s - self.came_s
 
 
 class LoadClient:
@@ -199,6 +207,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's do not derive from it
+        self._fd = transport.get_extra_info("socket").fileno()
         self.is_usable = True
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -207,6 +216,7 @@ class _Connection(asyncio.Protocol):
         if self._outcome is not None:
             self._answer.end()
             if self._answer.is_complete:
+                self._outcome.came_s = time.monotonic()
                 self._end_of_answer(self._outcome)
             else:
                 self._end(BROKEN, str(error or "the server closed the connection"))
@@ -228,6 +238,7 @@ class _Connection(asyncio.Protocol):
         else:
             self._body += content
         if self._answer.is_complete:
+            outcome.came_s = max(outcome.written_s, came_s(self._fd, now_s))
             self._end_of_answer(outcome)
 
     # -- one request
@@ -240,6 +251,7 @@ class _Connection(asyncio.Protocol):
             return
         if self._client.timeout_s is not None:
             self._timer = asyncio.get_running_loop().call_later(self._client.timeout_s, self._timed_out)
+        outcome.written_s = time.monotonic()
         self._transport.write(message)
 
     def close(self) -> None:

@@ -24,6 +24,7 @@ class RequestRecord:
     num_output_asked: int
     sent_s: float
     ended_s: float
+    own_s: float = 0.0  # of a good one, what of its time the load generator took for itself
     planned_s: float | None = None  # when it was to be sent; `None` in a closed loop
     failure: str | None = None  # its kind; `None`: it succeeded
     message: str = ""  # of the failure

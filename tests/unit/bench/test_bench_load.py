@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -84,6 +86,30 @@ async def test_odd_peers_are_measured(
     assert record.failure is None, record.message
     assert (len(record.event_s), record.num_output, record.token_source) == (num_events, num_output, source)
     assert 0 < record.ttft_s <= record.e2e_s <= record.ended_s
+
+
+def answer_at_once(listener: socket.socket, num: int) -> None:
+    connection, _ = listener.accept()
+    for _ in range(num):
+        connection.recv(1 << 16)
+        connection.sendall(STREAM + tokens(2) + chunk(usage(2)) + END)
+    connection.close()
+
+
+async def test_what_the_generator_takes_for_itself_is_known() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        peer = threading.Thread(target=answer_at_once, args=(listener, 2))
+        peer.start()
+        client = LoadClient(f"http://127.0.0.1:{listener.getsockname()[1]}", max_sockets=1)
+        for _ in range(2):  # the connection is to be opened; it is open
+            asking = asyncio.create_task(client.ask("POST", "/", b"{}"))
+            await asyncio.sleep(0)
+            time.sleep(0.1)  # noqa: ASYNC251 - the loop stands still
+            outcome = await asking
+            assert outcome.status == 200
+            assert 0.08 < outcome.own_s <= outcome.e2e_s
+        client.close()
+        peer.join()
 
 
 ERROR = b'data: {"error": {"message": "out of pages", "code": "overloaded"}}\n\n'

@@ -40,8 +40,14 @@ def told(*ends_s: float, age_s: float, gap_s: float = 0.0) -> dict[str, object]:
 
 
 def test_parts_without_a_gap_that_add_up_are_measured_beside_what_the_client_waited() -> None:
-    found = judged([(1.01, told(0.4, 1.0, age_s=1.0)), (1.1, told(0.2, 1.0, age_s=1.0)), (1.0, told(1.0, age_s=1.0))])
-    assert found == Waterfalls(3, pytest.approx(0.01 / 1.01), pytest.approx(0.1 / 1.1), 1)
+    requests = [(1.01, told(0.4, 1.0, age_s=1.0)), (1.02, told(0.2, 1.0, age_s=1.0)), (1.0, told(1.0, age_s=1.0))]
+    assert judged(requests) == Waterfalls(3, pytest.approx(0.01 / 1.01), pytest.approx(0.02 / 1.02))
+
+
+def test_a_request_of_whose_time_more_than_two_percent_have_no_name_is_an_error() -> None:
+    with pytest.raises(TandemError, match=r"of the 1\.030 s of request abc no part names 0\.030 s"):
+        judged([(1.0, told(1.0, age_s=1.0)), (1.03, told(0.4, 1.0, age_s=1.0))])
+    assert judged([(0.01, told(0.009, age_s=0.009))]).num == 1, "a short one may lack what a tick hides"
 
 
 @pytest.mark.parametrize("one", [told(0.4, 1.0, age_s=1.0, gap_s=0.1), told(0.4, 0.9, age_s=1.0)])

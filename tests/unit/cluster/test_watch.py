@@ -71,7 +71,8 @@ def test_trace_shows_where_the_time_went(site: Site, capsys: pytest.CaptureFixtu
     assert cli.main(["trace", request_id, "--url", site.url]) == 0
     said = capsys.readouterr().out
     assert said.count(f"{request_id}#") == 2, "one for each prompt"
-    for part in ("read", "tokenise", "queue", "prefill", "send", "attempt 1 at", "prefill-0 → decode-0 (load)"):
+    parts = ("waits for router", "read", "tokenise", "queue", "prefill", "send")
+    for part in (*parts, "attempt 1 at", "prefill-0 → decode-0 (load)"):
         assert part in said, said
     assert cli.main(["trace", request_id, "--url", site.url, "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 2

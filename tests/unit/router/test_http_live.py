@@ -81,7 +81,7 @@ def test_the_way_of_a_request_fills_its_time(site: Site) -> None:
     assert len(told) == 2, "one for each prompt"
     for request in told:
         spans = request["spans"]
-        assert [s["name"] for s in spans[:3]] == ["read", "tokenise", "queue"]
+        assert [s["name"] for s in spans[:4]] == ["waits for router", "read", "tokenise", "queue"]
         assert spans[-1]["name"] == "send"
         assert sum(s["end_s"] - s["begin_s"] for s in spans) == pytest.approx(request["age_s"], abs=1e-4)
         assert [(a["prefill"], a["decode"], a["why"]) for a in request["attempts"]] == [

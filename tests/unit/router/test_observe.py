@@ -37,7 +37,7 @@ def names(made: Trace, now_s: float = 200.0) -> list[tuple[str, float, int]]:
 
 def test_the_parts_of_a_request_lie_side_by_side_and_fill_its_time() -> None:
     made, life = with_life()
-    made.read_s, made.ready_s = 100.01, 100.03
+    made.begun_s, made.read_s, made.ready_s = 100.002, 100.01, 100.03
     made.attempt_began(100.04, 1, P, D, "load")
     life.to(RequestState.PREFILLING, 100.1)
     life.to(RequestState.HANDOFF, 100.5)
@@ -45,7 +45,8 @@ def test_the_parts_of_a_request_lie_side_by_side_and_fill_its_time() -> None:
     life.to(RequestState.FINISHED, 101.6)
     made.outcome, made.ended_s = "finished", 101.7
     assert names(made) == [
-        ("read", 0.01, 0),
+        ("waits for router", 0.002, 0),
+        ("read", 0.008, 0),
         ("tokenise", 0.02, 0),
         ("queue", 0.01, 0),
         ("waits for prefill", 0.06, 1),
@@ -69,7 +70,7 @@ def test_a_second_attempt_shows_where_it_begins() -> None:
     made.attempt_began(100.9, 2, P, D, "kept")
     life.to(RequestState.PREFILLING, 101.0)
     assert names(made, now_s=101.5) == [
-        ("read", 0.1, 0),
+        ("waits for router", 0.1, 0),
         ("waits for prefill", 0.1, 1),
         ("prefill", 0.3, 1),
         ("queue", 0.4, 1),
@@ -88,12 +89,17 @@ def test_of_states_that_are_reached_at_once_the_last_one_lasts() -> None:
         life.to(state, 100.2)
     life.to(RequestState.FINISHED, 101.2)
     made.ended_s = 101.3
-    assert names(made) == [("read", 0.1, 0), ("waits for prefill", 0.1, 1), ("decode", 1.0, 1), ("send", 0.1, 0)]
+    assert names(made) == [
+        ("waits for router", 0.1, 0),
+        ("waits for prefill", 0.1, 1),
+        ("decode", 1.0, 1),
+        ("send", 0.1, 0),
+    ]
 
 
 def test_a_request_under_way_lasts_until_now() -> None:
     made, _ = with_life()
-    assert names(made, 103.0) == [("read", 3.0, 0)]
+    assert names(made, 103.0) == [("waits for router", 3.0, 0)]
     assert made.summary(103.0)["age_s"] == 3.0
 
 

@@ -23,7 +23,7 @@ async def test_each_prompt_hears_once_that_all_are_to_end_however_many_of_them_f
     requests = [Request(f"r#{n}", (1, 2), SamplingParams(max_tokens=1), now_s) for n in range(NUM_PROMPTS)]
     context.admission.enter(len(requests), owner=ANYBODY.owner)
     deltas = DeltaBuffer(None)
-    group = PromptGroup(requests, context, deltas, kind="completion", read_s=now_s, parent={})
+    group = PromptGroup(requests, context, deltas, kind="completion", taken_s=(now_s, now_s), parent={})
     group.start()
     assert await deltas.take() == []
     assert isinstance(deltas.error, NoWorkerError)

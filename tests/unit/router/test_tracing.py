@@ -94,7 +94,7 @@ def test_a_request_becomes_a_span_with_its_parts_under_its_callers(
     work = [span for span in inside if "tandem.worker" in attributes(span)]
     assert {span.name for span in work} >= {"admission"}
     parts = [span for span in inside if span not in work]
-    assert [parts[0].name, parts[-1].name] == ["read", "send"]
+    assert [parts[0].name, parts[-1].name] == ["waits for router", "send"]
     assert parts[0].start_time_unix_nano == whole.start_time_unix_nano
     assert sum(s.end_time_unix_nano - s.start_time_unix_nano for s in parts) == pytest.approx(
         whole.end_time_unix_nano - whole.start_time_unix_nano, abs=1000 * len(parts)

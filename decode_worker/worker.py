@@ -155,8 +155,8 @@ class DecodeWorker:
                 self.driver.on_transport(event)
 
     def read_report(self) -> pb.WorkerStatus:
-        """The status; of a decode worker all of it is in every message."""
-        return self.parts.read_status()
+        """The status, with what heartbeats alone have."""
+        return self.parts.read_report()
 
     def num_held(self) -> int:
         with self.parts.scheduler.lock:  # who is being taken in is held, or hears of the drain

@@ -156,7 +156,7 @@ class PrefillWorker:
 
     def read_report(self) -> pb.WorkerStatus:
         """The status, and what is known of the links to decode workers; in the event loop."""
-        status = self.parts.read_status()
+        status = self.parts.read_report()
         status.links.SetInParent()  # also where there is none: those told of before are gone
         status.links.links.extend(self.connections.report(remembered(self._links, self._clock.now())))
         return status

@@ -50,6 +50,14 @@ def _of_workers(metric: str, by: str = "") -> str:
     return f"max by ({by}) ({inner})" if by else f"max({inner})"
 
 
+def _pages(states: str) -> str:
+    """Of each worker, in these states."""
+    return f'sum by (worker) (max by (worker, state) (tandem_kv_pages{{state=~"{states}"}}))'
+
+
+_ALL_PAGES = "sum by (worker) (max by (worker, state) (tandem_kv_pages))"
+
+
 ROWS: dict[str, list[Panel]] = {
     "What clients see": [
         Panel(
@@ -104,9 +112,17 @@ ROWS: dict[str, list[Panel]] = {
             "Pages that may be had",
             "percentunit",
             "Free or cached, of all; 0: the next request waits.",
+            {"{{worker}}": f"{_pages('free|cached')} / {_ALL_PAGES}"},
+        ),
+        Panel(
+            "Fragmentation",
+            "percentunit",
+            "Share of all pages that is taken and holds no token: what the last page of each sequence has left "
+            "(cache.page_size), and quarantine. Reserved ones wait for a handoff.",
             {
-                "{{worker}}": 'sum by (worker) (max by (worker, state) (tandem_kv_pages{state=~"free|cached"})) / '
-                "sum by (worker) (max by (worker, state) (tandem_kv_pages))"
+                "unfilled {{worker}}": "max by (worker) (tandem_kv_unfilled_pages) / " + _ALL_PAGES,
+                "quarantined {{worker}}": f"{_pages('quarantined')} / {_ALL_PAGES}",
+                "reserved {{worker}}": f"{_pages('reserved')} / {_ALL_PAGES}",
             },
         ),
         Panel(

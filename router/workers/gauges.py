@@ -166,6 +166,11 @@ class RouterGauges(Collector):
     def _of_workers(self) -> list[Metric]:
         labels = ["worker", "role"]
         pages = GaugeMetricFamily("tandem_kv_pages", "KV pages of a worker by state", labels=[*labels, "state"])
+        unfilled = GaugeMetricFamily(
+            "tandem_kv_unfilled_pages",
+            "What of the pages that a worker's sequences are filling holds no token, in pages",
+            labels=labels,
+        )
         queue = GaugeMetricFamily("tandem_queue_length", "Requests that wait at a worker", labels=labels)
         running = GaugeMetricFamily("tandem_running_requests", "Requests in a worker's batch", labels=labels)
         for session in self._workers.sessions():
@@ -173,6 +178,7 @@ class RouterGauges(Collector):
                 names = [session.key.worker_id, session.role]
                 for state in PageState:
                     pages.add_metric([*names, state.value], getattr(session.status.pages, state.value))
+                unfilled.add_metric(names, session.status.unfilled_slots / max(1, session.info.layout.page_size))
                 queue.add_metric(names, session.status.num_queued)
                 running.add_metric(names, session.status.num_running)
-        return [pages, queue, running]
+        return [pages, unfilled, queue, running]

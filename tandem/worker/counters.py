@@ -30,6 +30,7 @@ class WorkerCounters:
     mixed_s: float = 0.0  # that these took
     num_chunk_tokens: int = 0  # of prompts that decode computed in chunks of full size
     chunk_s: float = 0.0  # that the steps took which had these
+    num_unfilled_slots: int = 0  # in the last pages of the batch's sequences, as of the last report
     #: What new prompts would take now, of a decode worker that computes some; replaced as a whole.
     prompt_steps: PromptSteps = NO_PROMPTS
     #: Refused calls of other workers about handoffs, by reason; replaced as a whole.

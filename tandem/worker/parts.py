@@ -156,6 +156,11 @@ class WorkerParts:
         """As `ask_transfer`, for commands that nobody waits for. `None`: nothing happens, since the worker stops."""
         return None if self.life.stopping else self.ask_transfer(command)
 
+    def read_report(self) -> pb.WorkerStatus:
+        """The status, with what is counted for heartbeats alone; in the event loop."""
+        self.counters.num_unfilled_slots = self.scheduler.num_unfilled_slots
+        return self.read_status()
+
     def read_status(self) -> pb.WorkerStatus:
         """The newest load and all counts; from any thread."""
         load, counters = self.load.newest, self.counters
@@ -187,6 +192,7 @@ class WorkerParts:
             steps=counters.num_steps,
             busy_s=counters.busy_s,
             max_num_seqs=self.scheduler.limits.max_num_seqs,
+            unfilled_slots=counters.num_unfilled_slots,
             prompt_steps=prompt_steps_to_proto(counters.prompt_steps),
             tiers=tiers_to_proto(self.tiers) if self.tiers is not None else None,
         )

@@ -298,6 +298,15 @@ class BatchScheduler:
                     num_to_publish -= self._publish(item, num_to_publish)
 
     @property
+    def num_unfilled_slots(self) -> int:
+        """Slots without a token in the pages that the batch's sequences are filling: less than a page of each.
+
+        It looks at each of them, and so is not for steps; any thread may ask, without the lock.
+        """
+        pages_of_place = 1 + self.limits.num_windowed
+        return pages_of_place * sum(-sequence.num_computed % self.pool.page_size for sequence in list(self.running))
+
+    @property
     def learns_steps(self) -> bool:
         """Whether `note_step` has a use: else it would be work of every step for nothing."""
         return self._bounds_chunks or self.limits.computes_prompts

@@ -224,6 +224,16 @@ def test_rules_fire_when_they_should(tmp_path: Path) -> None:
             "TandemSaturated",
             {"severity": "warning", "worker": "decode-0"},
         ),
+        case(
+            {
+                **{(pages % "used").replace("decode-0", worker): "100x40" for worker in ("decode-0", "decode-1")},
+                "tandem_kv_unfilled_pages{worker='decode-0',role='decode'}": "21x40",
+                "tandem_kv_unfilled_pages{worker='decode-1',role='decode'}": "19x40",
+                **{(pages % "quarantined").replace("decode-0", worker): "0x40" for worker in ("decode-0", "decode-1")},
+            },
+            "TandemFragmented",
+            {"severity": "warning", "worker": "decode-0"},
+        ),
         case({pages % "quarantined": "4x40"}, "TandemQuarantine", {"severity": "warning", "worker": "decode-0"}),
         case(
             {"tandem_worker_deaths_total{role='decode'}": "0+1x40"},

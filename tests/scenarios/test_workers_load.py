@@ -36,6 +36,18 @@ async def test_every_router_hears_at_once_of_prompts_that_come_during_a_step(pai
                 await router.until(lambda r=router, s=side: shown(r, s) == (0, 0), f"rest at {side}")
 
 
+async def test_a_heartbeat_tells_what_the_last_pages_of_a_batch_have_left(pair: WorkerPair) -> None:
+    left = -40 % pair.decode.parts.pool.page_size
+    assert left
+    async with Router(pair) as router:
+        with Gate(pair.decode.parts.engine, "forward") as step:
+            ask = await router.begin(Ask(prompt_of(40)))
+            await step.wait()
+            await router.until(lambda: router.statuses["decode"].unfilled_slots == left, "the slots behind its prompt")
+        await router.finish(ask)
+        await router.until(lambda: not router.statuses["decode"].unfilled_slots, "an empty batch")
+
+
 async def test_a_request_that_a_worker_refuses_is_not_left_in_its_load(pair: WorkerPair) -> None:
     async with Router(pair) as router:
         too_long = await router.begin(Ask(prompt_of(5000)))

@@ -430,6 +430,7 @@ class WorkerStatus(_message.Message):
     STEPS_FIELD_NUMBER: _builtins.int
     BUSY_S_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
+    UNFILLED_SLOTS_FIELD_NUMBER: _builtins.int
     GUESSES_FIELD_NUMBER: _builtins.int
     RIGHT_GUESSES_FIELD_NUMBER: _builtins.int
     DRAFTS_FIELD_NUMBER: _builtins.int
@@ -474,6 +475,8 @@ class WorkerStatus(_message.Message):
     """since start: what these took"""
     max_num_seqs: _builtins.int
     """sequences in its batch at most"""
+    unfilled_slots: _builtins.int
+    """of tokens, in the pages that its batch's sequences are filling; as of the last heartbeat"""
     guesses: _builtins.int
     """since start: tokens from lookup that decode computed in case they come next"""
     right_guesses: _builtins.int
@@ -530,6 +533,7 @@ class WorkerStatus(_message.Message):
         steps: _builtins.int = ...,
         busy_s: _builtins.float = ...,
         max_num_seqs: _builtins.int = ...,
+        unfilled_slots: _builtins.int = ...,
         guesses: _builtins.int = ...,
         right_guesses: _builtins.int = ...,
         drafts: _builtins.int = ...,
@@ -542,7 +546,7 @@ class WorkerStatus(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["links", b"links", "pages", b"pages", "prompt_steps", b"prompt_steps", "tiers", b"tiers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "certificate_expires", b"certificate_expires", "chunk_s", b"chunk_s", "chunk_tokens", b"chunk_tokens", "decode_tokens", b"decode_tokens", "drafts", b"drafts", "draining", b"draining", "guesses", b"guesses", "links", b"links", "mask_s", b"mask_s", "masks", b"masks", "max_num_seqs", b"max_num_seqs", "mixed_s", b"mixed_s", "mixed_steps", b"mixed_steps", "num_incoming", b"num_incoming", "num_queued", b"num_queued", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "page_network", b"page_network", "pages", b"pages", "preemptions", b"preemptions", "prompt_steps", b"prompt_steps", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_computed", b"prompt_tokens_computed", "refused", b"refused", "right_drafts", b"right_drafts", "right_guesses", b"right_guesses", "steps", b"steps", "tiers", b"tiers", "transfer_bytes", b"transfer_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "certificate_expires", b"certificate_expires", "chunk_s", b"chunk_s", "chunk_tokens", b"chunk_tokens", "decode_tokens", b"decode_tokens", "drafts", b"drafts", "draining", b"draining", "guesses", b"guesses", "links", b"links", "mask_s", b"mask_s", "masks", b"masks", "max_num_seqs", b"max_num_seqs", "mixed_s", b"mixed_s", "mixed_steps", b"mixed_steps", "num_incoming", b"num_incoming", "num_queued", b"num_queued", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "page_network", b"page_network", "pages", b"pages", "preemptions", b"preemptions", "prompt_steps", b"prompt_steps", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_computed", b"prompt_tokens_computed", "refused", b"refused", "right_drafts", b"right_drafts", "right_guesses", b"right_guesses", "steps", b"steps", "tiers", b"tiers", "transfer_bytes", b"transfer_bytes", "unfilled_slots", b"unfilled_slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -165,6 +165,19 @@ def test_beside_a_chunk_that_goes_on_one_that_ends_may_be_computed() -> None:
     assert steps[3:] == [[("long too", 16), ("c", 8)], [("long too", 16)], [("long too", 8)], []]
 
 
+def test_what_the_last_page_of_each_in_the_batch_has_left_is_counted() -> None:
+    scheduler = make_scheduler(tokens=16, seqs=2)
+    assert scheduler.num_unfilled_slots == 0
+    for arrival, num_tokens in enumerate((5, 8, 7)):  # the last one waits for a place
+        scheduler.add(prompt(f"{num_tokens}", num_tokens, arrival=arrival))
+    step(scheduler)
+    assert scheduler.num_unfilled_slots == 3 + 0, "pages of four slots"
+    step(scheduler)
+    assert scheduler.num_unfilled_slots == 2 + 3
+    scheduler.pool.release(scheduler.remove(scheduler.running[0]))
+    assert scheduler.num_unfilled_slots == 3
+
+
 def test_chunks_end_on_page_borders_unless_they_end_the_prompt() -> None:
     scheduler = make_scheduler(tokens=15, chunk=12)
     scheduler.add(prompt("a", 11, arrival=0))

@@ -27,19 +27,19 @@ FILE = f"""tenants:
   - {{name: double, keys: [{KEYS["double"]}], weight: 2}}
   - {{name: calm, keys: [{KEYS["calm"]}]}}
 """
-TIMES = "prefill: {tokens: 20000}\ndecode: {tokens: 20000}\ntimes: fitted\nfitted: {base_ms: 4, token_us: 20}\n"
+TIMES = "prefill: {tokens: 20000}\ndecode: {tokens: 20000}\ntimes: fitted\nfitted: {base_ms: %g, token_us: 20}\n"
 STORY = "Once upon a time there was a little girl named Lily. She had a dog, and the dog had a red ball. "
 #: Stories in the prompts, and tokens of their answers.
 SIZES = {"flood": (1, 48), "modest": (4, 8), "double": (2, 24), "calm": (1, 4)}
 
 
 @contextmanager
-def fair_cluster(tmp_path: Path, num_routers: int) -> Iterator[ProcessCluster]:
+def fair_cluster(tmp_path: Path, num_routers: int, step_ms: float = 4.0) -> Iterator[ProcessCluster]:
     keys = tmp_path / "keys"
     keys.touch(mode=0o600)
     keys.write_text(FILE)
     times = tmp_path / "times.yaml"
-    times.write_text(TIMES)
+    times.write_text(TIMES % step_ms)
     config = {
         "http": {"api_keys_file": str(keys)},
         "scheduling": {"max_num_seqs": 4},
@@ -132,8 +132,8 @@ def test_who_floods_gets_no_more_than_its_share_and_who_asks_seldom_is_served_so
 @pytest.mark.faults
 def test_at_two_routers_too_wherever_the_connections_of_a_tenant_lie(tmp_path: Path) -> None:
     """Each router by itself would give those of the first half of all there is, and those of the second the other:
-    0.64. A word is as old as a turn takes here, so it is not always the 0.95 that slower turns have (test_other_turns).
+    0.64. A turn takes some words' time, also on a machine that has nothing else to do.
     """
-    with fair_cluster(tmp_path, num_routers=2) as cluster:
-        got, _ = served(cluster, {"flood": (2, 22), "modest": (8, 0), "double": (12, 0)}, 12_000)
-    assert jain([got[tenant] / weight for tenant, weight in WEIGHTS.items()]) >= 0.9, got
+    with fair_cluster(tmp_path, num_routers=2, step_ms=10.0) as cluster:
+        got, _ = served(cluster, {"flood": (2, 22), "modest": (8, 0), "double": (12, 0)}, 8_000)
+    assert jain([got[tenant] / weight for tenant, weight in WEIGHTS.items()]) >= 0.95, got

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -12,12 +13,18 @@ from typing import Any
 import pytest
 
 try:
+    from httpx._transports import default as httpx_transport
     from xdist.scheduler import LoadFileScheduling
 except ModuleNotFoundError:  # on a machine with a GPU alone
-    LoadFileScheduling = object
+    LoadFileScheduling, httpx_transport = object, None
 
 # The products in tests are small: a second thread gains nothing, and waits for the other one where the cores are busy.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Each client of httpx reads the certificates of all authorities that this machine trusts: 50 ms of a core, more than
+# what most tests ask by it takes. None of them asks any of these.
+if httpx_transport is not None:
+    httpx_transport.create_ssl_context = functools.cache(httpx_transport.create_ssl_context)
 
 # Helpers assert too, and some are imported before pytest would find them as plugins.
 pytest.register_assert_rewrite("tests.support")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -11,14 +11,16 @@ import pytest
 
 from tandem.engine import loader
 
-pytestmark = pytest.mark.processes
-
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "make_random_model.py"
 
 
-def test_the_tool_writes_the_shape_that_it_is_asked_for(tmp_path: Path) -> None:
-    command = [sys.executable, TOOL, tmp_path / "model", "--hidden", "32", "--layers", "2", "--head-dim", "16", "--tie"]
-    said = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+def test_the_tool_writes_the_shape_that_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--hidden", "32", "--layers", "2", "--head-dim", "16", "--tie"]
+    monkeypatch.setattr(sys, "argv", [str(TOOL), str(tmp_path / "model"), *options])
+    runpy.run_path(str(TOOL), run_name="__main__")
+    said = json.loads(capsys.readouterr().out)
     files = list((tmp_path / "model").iterdir())
     assert said["bytes"] == sum(path.stat().st_size for path in files)
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in files}

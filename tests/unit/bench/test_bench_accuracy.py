@@ -41,6 +41,7 @@ def test_a_gate_bounds_perplexity_and_recall(change: dict[str, float], passed: b
     assert passes("int8", {**copy.deepcopy(EXACT), **change}, EXACT, 100) is passed
 
 
+@pytest.mark.faults
 @pytest.mark.processes  # git is asked which code it is
 def test_the_embedded_model_is_asked_in_every_type() -> None:
     told: list[str] = []

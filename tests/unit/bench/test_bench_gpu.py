@@ -135,6 +135,7 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.faults  # that an engine needs none of them is shown in tests/scenarios/test_few_packages.py
 def test_it_needs_no_server_and_no_client() -> None:
     """A machine with GPUs may have what the engine needs, and no more."""
     code = (

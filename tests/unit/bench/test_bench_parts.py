@@ -415,6 +415,7 @@ def test_handoffs_are_measured_between_real_workers(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.faults
 def test_a_worker_that_does_not_start_is_an_error_that_says_why(tmp_path: Path) -> None:
     with no_process_left(), pytest.raises(TandemError, match=r"exposed: prefill ended with 1(.|\n)*no-model"):
         measure(tmp_path, ["exposed"], tmp_path / "no-model")
@@ -433,7 +434,9 @@ def test_what_was_found_before_a_failure_is_shown_and_written(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, *(pytest.param(n, marks=pytest.mark.faults) for n in (signal.SIGTERM, signal.SIGHUP))]
+)
 def test_who_ends_it_ends_what_it_has_started(tmp_path: Path, number: signal.Signals) -> None:
     # Under `nohup` the tests themselves run with some signals ignored, which a child would inherit, and heed.
     as_in_a_terminal = ["env", "--default-signal=INT,TERM,HUP"]

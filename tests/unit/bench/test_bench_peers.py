@@ -235,6 +235,7 @@ def busy() -> Iterator[None]:
 
 
 @pytest.mark.processes
+@pytest.mark.faults
 @pytest.mark.usefixtures("busy")
 async def test_work_of_others_before_a_turn_is_recorded(
     tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch

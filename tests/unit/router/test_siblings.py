@@ -209,6 +209,7 @@ def test_a_stopped_router_strands_only_the_connections_that_it_had_accepted(shar
 
 
 @pytest.mark.processes
+@pytest.mark.faults  # in `make test` one of a whole cluster does so, in tests/cluster/test_serve_routers.py
 def test_a_killed_router_breaks_its_own_streams_and_its_successor_takes_connections(shared: SharedPort) -> None:
     first, second = shared.start("router-0"), shared.start("router-1")
     shared.decode.token_gap_s = 0.1
@@ -228,6 +229,7 @@ def test_a_killed_router_breaks_its_own_streams_and_its_successor_takes_connecti
 
 
 @pytest.mark.processes
+@pytest.mark.faults  # in `make test` one of a whole cluster does so, and seven of eight below
 def test_a_router_that_leaves_under_load_fails_no_request_and_ends_its_streams(shared: SharedPort) -> None:
     first, second = shared.start("router-0"), shared.start("router-1")
     shared.decode.token_gap_s = 0.05
@@ -322,6 +324,7 @@ def test_one_page_shows_the_requests_of_all(shared: SharedPort, capsys: pytest.C
 
 
 @pytest.mark.processes
+@pytest.mark.faults  # it is asked for as long as one may be busy; `make test` has what it is told by, above
 def test_where_the_only_other_router_is_stopped_the_error_names_it(shared: SharedPort) -> None:
     first = shared.start("router-0")
     first.popen.send_signal(signal.SIGSTOP)

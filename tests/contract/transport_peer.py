@@ -8,7 +8,7 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -167,8 +167,9 @@ class Agent:
         return [e.peer for e in self.events if isinstance(e, LinkBroken)]
 
 
-def host_agents(conn: Connection) -> None:
-    """Main of the peer's process: hosts agents, obeys calls, polls."""
+def host_agents(conn: Connection, environment: Mapping[str, str]) -> None:
+    """Main of the peer's process: hosts agents, obeys calls, polls. UCX reads its settings with the first agent."""
+    os.environ.update(environment)
     agents: dict[str, Agent] = {}
     while True:
         if conn.poll(0.0005):
@@ -194,13 +195,24 @@ def host_agents(conn: Connection) -> None:
             agent.poll()
 
 
-class PeerProcess:
-    """A process that hosts agents."""
+_IMPORTED = ["pytest", "tests.support.waiting", *(f"kvtransfer.transports.{n}" for n in ("registry", "ucx", "nccl"))]
+"""Once for all such processes: most of what the start of one takes. None of it starts a thread, or loads UCX."""
 
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+
+class PeerProcess:
+    """A process that hosts agents.
+
+    Args:
+        is_child: of the test's process, so that it stays known to the kernel until it is joined, and takes seconds to
+            start; else of one that has all imports, and reaps it.
+    """
+
+    def __init__(self, *, is_child: bool = False) -> None:
+        context: Any = multiprocessing.get_context("spawn" if is_child else "forkserver")
+        if not is_child:
+            context.set_forkserver_preload(_IMPORTED)
         self._conn, theirs = context.Pipe()
-        self.process = context.Process(target=host_agents, args=(theirs,), daemon=True)
+        self.process = context.Process(target=host_agents, args=(theirs, dict(os.environ)), daemon=True)
         self.process.start()
         theirs.close()
 

@@ -1,4 +1,7 @@
-"""Test hosts are what they are taken for: machines of their own, and nothing of them stays."""
+"""Test hosts are what they are taken for: machines of their own, and nothing of them stays.
+
+`make test` has what its cluster of hosts needs; other faults of networks, and other ends, are for `make test-hosts`.
+"""
 
 from __future__ import annotations
 
@@ -84,6 +87,7 @@ def test_who_is_cut_off_hears_nobody_until_it_is_healed(hosts: Hosts) -> None:
     assert hears(one, two.address)
 
 
+@pytest.mark.hosts
 def test_a_partition_stands_between_two_and_no_others(hosts: Hosts) -> None:
     one, two, three = hosts.host(1), hosts.host(2), hosts.add(3)
     hosts.part([one], [two])
@@ -112,6 +116,7 @@ for _ in range({num}):
 """
 
 
+@pytest.mark.hosts
 def test_so_much_as_was_asked_for_is_lost(hosts: Hosts, tmp_path: Path) -> None:
     one, two = hosts.host(1), hosts.host(2)
     hosts.lose(one, 30)
@@ -126,6 +131,7 @@ def test_so_much_as_was_asked_for_is_lost(hosts: Hosts, tmp_path: Path) -> None:
     assert 1800 < int(log.read_text().split()[1]) < 2400
 
 
+@pytest.mark.hosts
 def test_a_shaped_host_sends_no_faster_than_that(hosts: Hosts) -> None:
     one, two = hosts.host(1), hosts.host(2)
     two.write("take.py", "import socket, time\n"
@@ -143,6 +149,7 @@ def test_a_shaped_host_sends_no_faster_than_that(hosts: Hosts) -> None:
     assert float(log.read_text().split()[1]) < 12e6  # bytes a second; 10 MB/s, and what the bucket holds at first
 
 
+@pytest.mark.hosts
 def test_a_reset_ends_connections_between_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
     one, two = hosts.host(1), hosts.host(2)
     log = tmp_path / "log"
@@ -172,6 +179,7 @@ while True:
 """
 
 
+@pytest.mark.hosts
 def test_what_goes_to_and_from_a_host_can_be_delayed(hosts: Hosts, tmp_path: Path) -> None:
     """Segments that the kernel leaves whole for a network card arrive as well."""
     one, two, log = hosts.host(1), hosts.host(2), tmp_path / "log"
@@ -191,6 +199,7 @@ def test_what_goes_to_and_from_a_host_can_be_delayed(hosts: Hosts, tmp_path: Pat
         listening.terminate()
 
 
+@pytest.mark.hosts
 def test_debians_habit_gives_a_host_its_own_name_as_a_loopback_address(start_hosts: Callable[..., Hosts]) -> None:
     hosts = start_hosts(loopback_name=True)
     one = hosts.add(1)
@@ -212,7 +221,9 @@ while True:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.hosts), signal.SIGKILL], ids=lambda number: number.name
+)
 def test_hosts_end_with_whoever_started_them(number: signal.Signals, tmp_path: Path) -> None:
     if reason := missing():
         pytest.skip(reason)

@@ -64,6 +64,7 @@ def test_decode_computes_on_the_threads_of_a_prefill_worker_that_rests(tmp_path:
         assert slots_of(cluster.core_shares) == [(1, False)]
 
 
+@pytest.mark.faults
 def test_no_sharing_where_it_is_switched_off(tmp_path: Path) -> None:
     config = {"model": {**_CONFIG["model"], "share_weights": False}, "scheduling": {"share_cores": False}}
     with running(tmp_path, config=config) as cluster:

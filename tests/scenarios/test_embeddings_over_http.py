@@ -109,6 +109,7 @@ def test_a_prefill_worker_that_dies_in_the_middle_changes_no_vector(
     cluster.wait_idle()
 
 
+@pytest.mark.faults  # tests/unit/engine/test_engine_pooling.py has a scorer
 def test_a_head_with_one_label_scores_pairs(tmp_path: Path) -> None:
     directory = save_scorer(tmp_path / "scorer", arch="llama")
     tokenizer = AutoTokenizer.from_pretrained(directory)

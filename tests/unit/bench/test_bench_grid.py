@@ -274,6 +274,7 @@ async def test_a_tiny_grid_and_its_resumption(tmp_path: Path) -> None:
     assert tiny.is_done(OPEN)
 
 
+@pytest.mark.faults
 @pytest.mark.processes
 async def test_a_point_that_cannot_be_measured_is_noted_and_the_others_go_on(tmp_path: Path) -> None:
     wrong = replace(CLOSED, dtype="bfloat16")

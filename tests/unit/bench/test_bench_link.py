@@ -18,7 +18,7 @@ from tandem.core.ports import free_port
 SECRET = "TANDEM_LINK_SECRET"
 
 
-@pytest.fixture(params=["ucx", "nccl"])
+@pytest.fixture(params=["ucx", pytest.param("nccl", marks=pytest.mark.faults)])
 def listening(request: pytest.FixtureRequest) -> Iterator[tuple[str, int]]:
     """A receiver: its transport and port."""
     port = free_port()

@@ -37,6 +37,7 @@ def test_what_a_simulation_took_is_told(tmp_path: Path) -> None:
     assert found["memory_bytes"] > 10 << 20
 
 
+@pytest.mark.faults
 @pytest.mark.processes
 def test_parts_are_measured_one_by_one_into_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "AzureLLMInferenceTrace_conv.csv").write_text(TRACE)

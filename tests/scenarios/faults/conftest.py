@@ -1,4 +1,4 @@
-"""One cluster for all cases that plain processes can show, and the figures of a run."""
+"""One cluster for all cases that plain processes can show, one that says what is right, and the figures of a run."""
 
 from __future__ import annotations
 
@@ -9,16 +9,23 @@ from pathlib import Path
 import pytest
 
 from tests.scenarios.faults import report
-from tests.scenarios.faults.site import Site, site
+from tests.scenarios.faults.site import Site, site, undisturbed_cluster
 
 _FIGURES = "KILL_MATRIX"
 """Names the file that the figures of the run go to; without it they are not kept."""
 
 
 @pytest.fixture(scope="session")
-def shared_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Where a cluster with the embedded model answers that nothing happens to."""
+    with undisturbed_cluster(tmp_path_factory.mktemp("faults") / "undisturbed") as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def shared_site(undisturbed: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """2P2D with an overseer; every case leaves it whole or about to be."""
-    with site(tmp_path_factory.mktemp("faults")) as found:
+    with site(tmp_path_factory.mktemp("faults"), undisturbed=undisturbed) as found:
         yield found
         # Once more with all connections there are: what leaked a little in each case shows.
         found.points.clear()

@@ -24,7 +24,7 @@ from tests.scenarios.faults.cases import FORMS, Case
 from tests.scenarios.faults.stall import StallMonitor
 from tests.scenarios.footprint import Footprint, connections, shared_memory
 from tests.scenarios.overseer import Overseer
-from tests.scenarios.processes import Process, ProcessCluster, shows_idle
+from tests.scenarios.processes import Process, ProcessCluster, running, shows_idle
 from tests.support.waiting import nothing, wait_until
 
 LEASE_S = 1.0
@@ -280,6 +280,15 @@ def assert_begins_alike(answer: Answer, expected: Answer) -> None:
 
 
 @contextlib.contextmanager
+def undisturbed_cluster(directory: Path, model: str = "embedded") -> Iterator[str]:
+    """The address of a cluster that says what is right, for the length of a `with` block."""
+    directory.mkdir()
+    config = {**SERVED, "scheduling": {"chunk_size": CONFIG["scheduling"]["chunk_size"]}}
+    with running(directory, model=model, config=config) as cluster:
+        yield cluster.url
+
+
+@contextlib.contextmanager
 def site(
     directory: Path,
     num_prefill: int = 2,
@@ -289,24 +298,25 @@ def site(
     model: str = "embedded",
     decode_module: str = "decode_worker",
     warm: bool = True,
+    undisturbed: str = "",
 ) -> Iterator[Site]:
-    """A site for the length of a `with` block. `decode_module`: as of `ProcessCluster`, not of the undisturbed one."""
+    """A site for the length of a `with` block.
+
+    Args:
+        decode_module: as of `ProcessCluster`.
+        undisturbed: where a cluster of `undisturbed_cluster` answers; empty: the site has one of its own.
+    """
     config = config or CONFIG
     points = Points(directory / "points")
-    quiet_config = {**SERVED, "scheduling": {"chunk_size": CONFIG["scheduling"]["chunk_size"]}}
-    (directory / "reference").mkdir()
-    reference = ProcessCluster(directory / "reference", model, config=quiet_config)
     cluster = ProcessCluster(directory, model, config, points.directory, decode_module=decode_module)
     with contextlib.ExitStack() as undo:
-        reference.launch()
-        undo.callback(reference.stop)
         cluster.launch(num_prefill, num_decode)
         undo.callback(cluster.stop)
-        reference.wait_started()
+        undisturbed = undisturbed or undo.enter_context(undisturbed_cluster(directory / "undisturbed", model))
         cluster.wait_started()
         lease_s = config.get("transport", {}).get("lease_s", 10.0)
         overseer = undo.enter_context(Overseer(cluster, silence_s=4 * lease_s))
-        found = Site(cluster, overseer, points, undo.enter_context(StallMonitor()), reference.url, lease_s)
+        found = Site(cluster, overseer, points, undo.enter_context(StallMonitor()), undisturbed, lease_s)
         if warm:
             found.warm_up()
         yield found

@@ -23,16 +23,16 @@ HELD_STEP = 200
 """At this step generating is held: however fast it is, no request ends before its deadline."""
 
 
-def every_point() -> list[pytest.ParameterSet]:
-    """One case for each point; every third in `make test`."""
+def every_point(part: int) -> list[pytest.ParameterSet]:
+    """One case for each point; every `part`th in `make test`."""
     points = {case.point: case for case in cases.of("prefill", "decode", "router")}
     return [
-        pytest.param(case, id=point, marks=() if number % 3 == 0 else pytest.mark.faults)
+        pytest.param(case, id=point, marks=() if number % part == 0 else pytest.mark.faults)
         for number, (point, case) in enumerate(points.items())
     ]
 
 
-@pytest.mark.parametrize("case", every_point())
+@pytest.mark.parametrize("case", every_point(3))
 def test_a_client_that_leaves_frees_everything(ready_site: Site, case: Case) -> None:
     site = ready_site
     site.points.arm_any(case.point, "hold", case.nth)
@@ -44,7 +44,7 @@ def test_a_client_that_leaves_frees_everything(ready_site: Site, case: Case) -> 
     site.check_baseline(ALLOWED * FREE_S)
 
 
-@pytest.mark.parametrize("case", every_point())
+@pytest.mark.parametrize("case", every_point(6))
 def test_a_deadline_ends_a_request_in_time(ready_site: Site, case: Case) -> None:
     """What is held is the worker; the client hears in time all the same."""
     site, timeout_s, prompt = ready_site, 2.0, story(f"deadline at {case.point}")

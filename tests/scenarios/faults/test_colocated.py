@@ -46,8 +46,8 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def shared_colocated_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    with site(tmp_path_factory.mktemp("colocated"), 0, 2) as found:
+def shared_colocated_site(undisturbed: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    with site(tmp_path_factory.mktemp("colocated"), 0, 2, undisturbed=undisturbed) as found:
         yield found
 
 

@@ -46,9 +46,9 @@ MOVED = [
 
 
 @pytest.fixture(scope="module")
-def shared_drafting_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    module = "tests.support.untimed_decode_worker"
-    with site(tmp_path_factory.mktemp("drafts"), 1, 2, config=DRAFTING, decode_module=module) as found:
+def shared_drafting_site(undisturbed: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    options: dict[str, Any] = {"config": DRAFTING, "decode_module": "tests.support.untimed_decode_worker"}
+    with site(tmp_path_factory.mktemp("drafts"), 1, 2, undisturbed=undisturbed, **options) as found:
         yield found
 
 

@@ -1,6 +1,7 @@
 """Faults under `tandem serve`: the supervisor's points, and that it brings back what a fault has ended.
 
-What an undisturbed cluster answers is asked afterwards, so that the struck request finds nothing in a cache.
+What an undisturbed cluster answers is asked afterwards, so that the struck request finds nothing in a cache. In
+`make test` a supervisor is struck in tests/cluster/test_serve_struck.py, and a `serve` is killed in test_stop.py there.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tests.scenarios.faults.site import (
     story,
 )
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.alone, pytest.mark.faults, pytest.mark.timeout(240)]
 
 HEARTBEAT_S = LEASE_S / 5
 """By which the supervisor hears whom the router suspects."""
@@ -70,7 +71,6 @@ def test_requests_go_on_without_a_supervisor(serving: RaySite, case: Case, reque
     serving.check_baseline(after, census)
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("point", ["prefill.chunk", "prefill.written", "decode.granted", "decode.admitted"])
 def test_a_killed_worker_is_replaced_and_the_request_goes_on(serving: RaySite, point: str) -> None:
     case = Case(cases.role_of(point), point, "kill", True, "seeded", "n2")
@@ -86,7 +86,6 @@ def test_a_killed_worker_is_replaced_and_the_request_goes_on(serving: RaySite, p
     serving.check_baseline(after, census)
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("signal", cases.SIGNALS)
 def test_a_router_that_is_gone_or_hangs_is_replaced_at_its_url(serving: RaySite, signal: cases.Signal) -> None:
     """Nobody wakes a stopped one: the supervisor kills it."""

@@ -301,7 +301,12 @@ class Clients:
 
 
 class Load(Clients):
-    """Clients that send requests one after another until the block ends; every answer is kept."""
+    """Clients that send requests one after another until the block ends; every answer is kept.
+
+    They rest for `PAUSE_S` in between: what a cluster does meanwhile, a start for one, wants the cores too.
+    """
+
+    PAUSE_S = 0.1
 
     def __init__(self, serve: Serve, num_clients: int) -> None:
         self.responses: list[httpx.Response] = []
@@ -326,4 +331,5 @@ class Load(Clients):
                 self.responses.append(self._serve.complete(prompt, max_tokens=24))
             except httpx.HTTPError as error:
                 self.errors.append(error)
-                self._stop.wait(0.2)  # not to take the cores from what starts again
+                self._stop.wait(0.1)  # not to take the cores from what starts again
+            self._stop.wait(self.PAUSE_S)

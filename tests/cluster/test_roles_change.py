@@ -1,9 +1,8 @@
-"""A worker that changes its role, on one host under Ray: it drains, keeps its weights, and serves in the other pool."""
+"""A worker ends while it changes its role, or the supervisor does; that one does so in order is in test_serve.py."""
 
 from __future__ import annotations
 
 import os
-import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +10,12 @@ from typing import Any
 
 import psutil
 import pytest
-from serving import CACHE_BYTES, Load, Serve, rare
+from serving import CACHE_BYTES, Load, Serve
 
 from tandem.core import fault_points
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.processes]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.faults]
 
 
 @pytest.fixture
@@ -44,17 +43,6 @@ def num_loaded(tmp_path: Path) -> int:
     return sum(" attention, " in line and "loaded " in line for log in logs for line in log.splitlines())
 
 
-def changes_s(tmp_path: Path) -> list[float]:
-    """Of each change, what the next life took to be ready: first those of decode."""
-    found = []
-    for file in sorted((tmp_path / "logs").glob("[pd]*.log")):
-        for log in file.read_text().split(" goes on as ")[1:]:
-            name = log.partition(" ")[0].strip('"},').splitlines()[0]
-            told = (tmp_path / "logs" / f"{name}.log").read_text()
-            found += re.findall(rf"worker ready: {name} at \S+ after ([\d.]+) s", told)[-1:]
-    return [float(seconds) for seconds in found]
-
-
 def pids(cluster: dict[str, Any]) -> dict[str, int]:
     return {each["member"]["worker_id"]: each["member"]["pid"] for each in cluster["workers"]}
 
@@ -73,30 +61,7 @@ def scale(serve: Serve, prefill: int, decode: int) -> dict[str, Any]:
     return serve.until(is_done)
 
 
-def test_a_worker_goes_to_the_other_pool_and_back_with_its_weights_under_load(serve: Serve, tmp_path: Path) -> None:
-    first = pids(serve.status())
-    assert set(first) == {"prefill-0", "decode-0", "decode-1"}
-    assert num_loaded(tmp_path) == 3
-    expected = serve.complete().text.partition('"text"')[2].partition(",")[0]
-    with Load(serve, 3) as load:
-        load.wait_for(6)
-        changed = scale(serve, 2, 1)
-        load.wait_for(len(load.responses) + 6)
-        back = scale(serve, 1, 2)
-        load.wait_for(len(load.responses) + 6)
-    seconds = changes_s(tmp_path)
-    print("each life was ready after", seconds)
-    assert len(seconds) == 2
-    assert max(seconds) < 5
-    assert not load.failures
-    assert set(pids(changed).values()) == set(pids(back).values()) == set(first.values())
-    assert {name.partition("-")[0] for name in pids(changed)} == {"prefill", "decode"}
-    assert num_loaded(tmp_path) == 3
-    assert serve.complete().text.partition('"text"')[2].partition(",")[0] == expected
-    assert serve.interrupt() == 0, serve.output
-
-
-@pytest.mark.parametrize("fault", [rare("kill"), rare("stop")])
+@pytest.mark.parametrize("fault", ["kill", "stop"])
 def test_one_that_ends_in_the_middle_loses_no_request_and_a_new_process_takes_its_place(
     serve: Serve, tmp_path: Path, fault: str
 ) -> None:
@@ -112,7 +77,6 @@ def test_one_that_ends_in_the_middle_loses_no_request_and_a_new_process_takes_it
     assert num_loaded(tmp_path) == 4
 
 
-@pytest.mark.faults
 def test_the_next_supervisor_knows_it_in_its_new_role(serve: Serve, tmp_path: Path) -> None:
     changed = scale(serve, 2, 1)
     supervisor = next(each for each in serve.processes() if "SupervisorActor" in " ".join(each.cmdline()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -17,22 +16,10 @@ from tests.support.waiting import SLACK
 
 pytestmark = pytest.mark.timeout(300)
 
-LEASE_S = 2.0
-
-
-@pytest.fixture(scope="module")
-def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    serve = Serve(tmp_path_factory.mktemp("routers"), "--routers", "2", transport={"lease_s": LEASE_S, "grace_s": 0.5})
-    try:
-        yield serve.wait_ready()
-    finally:
-        serve.clean_up()
-
-
 @pytest.fixture(autouse=True)
 def _two_are_there(serve: Serve) -> None:
     """Before each test, whatever the one before has left."""
-    if serve.process.poll() is None and len(routers(serve.status())) != 2:
+    if len(routers(serve.status())) != 2:
         assert serve.tandem("scale", "--routers", "2").returncode == 0
     serve.until(lambda cluster: cluster.get("settled", False))
 
@@ -132,20 +119,11 @@ def test_a_drained_router_is_replaced_and_no_request_fails(serve: Serve) -> None
     assert name not in routers(serve.status())
 
 
-def test_from_one_to_three_and_back_no_request_fails(serve: Serve) -> None:
-    assert serve.tandem("scale", "--routers", "1").returncode == 0
-    with Load(serve, num_clients=4) as load:
+def test_from_two_to_three_and_to_one_no_request_fails(serve: Serve) -> None:
+    with Load(serve, num_clients=2) as load:
         for number in (3, 1):
             run = serve.tandem("scale", "--routers", str(number))
             assert run.returncode == 0, run.stdout + run.stderr
             assert len(routers(serve.status())) == number
             load.wait_for(len(load.responses) + 8)
     assert not load.failures
-
-
-def test_tandem_stop_ends_it_and_waits_for_the_end(serve: Serve) -> None:
-    run = serve.tandem("stop")
-    assert run.returncode == 0, run.stderr + serve.output
-    assert serve.process.wait(timeout=5) == 0
-    assert serve.processes() == []
-    assert serve.tandem("stop").returncode == 3

@@ -1,6 +1,6 @@
 """What happens to a cluster when one of its processes is killed or stopped while requests run.
 
-One cluster with a short lease is shared; the tests leave it as they found it: 1 prefill, 1 decode, nothing held.
+The tests leave it as they found it: 1 prefill, 1 decode, one router, nothing held; the last one ends it.
 What takes long is left to `make test-faults`.
 """
 
@@ -18,20 +18,18 @@ import psutil
 import pytest
 from serving import Load, Serve, Stream, rare
 
+from tandem.core.config import TransportConfig
 from tests.support.waiting import SLACK, nothing, wait_until
 
 pytestmark = pytest.mark.timeout(240)
 
-LEASE_S = 2.0
+LEASE_S = TransportConfig().lease_s
 
 
-@pytest.fixture(scope="module")
-def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    serve = Serve(tmp_path_factory.mktemp("faults"), transport={"lease_s": LEASE_S, "grace_s": 0.5})
-    try:
-        yield serve.wait_ready()
-    finally:
-        serve.clean_up()
+@pytest.fixture(autouse=True)
+def _one_router(serve: Serve) -> None:
+    if len(serve.status()["routers"]) != 1:
+        assert serve.tandem("scale", "--routers", "1").returncode == 0
 
 
 @pytest.fixture(autouse=True)
@@ -200,8 +198,10 @@ def test_a_drain_of_nobody_names_those_that_are_there(serve: Serve) -> None:
     assert "there is no worker decode-77; there are decode-" in run.stderr
 
 
-def test_while_it_stops_it_does_not_say_that_it_is_ready(serve: Serve, tmp_path: Path) -> None:
+def test_ctrl_c_waits_for_requests_says_so_and_leaves_no_process(serve: Serve) -> None:
     """The last test: it ends the cluster."""
+    family = serve.processes()
+    assert len(family) > 5
     stream = Stream(serve, max_tokens=2000)
     stream.wait_for_token()
     serve.process.send_signal(signal.SIGINT)
@@ -211,5 +211,11 @@ def test_while_it_stops_it_does_not_say_that_it_is_ready(serve: Serve, tmp_path:
     run = serve.tandem("status")
     assert re.search(r": stopping: [01] requests? under way;", run.stdout)  # as of the router's last heartbeat
     stream.join()
+    begun = time.monotonic()
     assert stream.finish == "length"
     assert serve.process.wait(timeout=60) == 0
+    assert time.monotonic() - begun < 15
+    assert serve.processes() == []
+    assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family)
+    assert serve.lines[-1] == "Stopped."
+    assert serve.tandem("status").returncode == 3

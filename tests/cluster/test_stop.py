@@ -31,7 +31,7 @@ def serves() -> Iterator[list[Serve]]:
     [
         ("Starting Ray", signal.SIGINT),
         pytest.param("Starting the workers", signal.SIGTERM, marks=pytest.mark.faults),
-        ("loads the model", signal.SIGINT),
+        pytest.param("loads the model", signal.SIGINT, marks=pytest.mark.faults),
     ],
 )
 def test_a_signal_while_it_starts(serves: list[Serve], tmp_path: Path, said: str, number: int) -> None:
@@ -103,6 +103,20 @@ def test_a_second_ctrl_c_stops_at_once(serves: list[Serve], tmp_path: Path) -> N
     serve.process.send_signal(signal.SIGINT)
     assert serve.process.wait(timeout=15) in (0, 130)
     assert serve.process.returncode == 0 or "processes were killed" in serve.lines[-1]
+    assert serve.processes() == []
+
+
+def test_a_kill_while_it_starts_takes_everything_with_it(serves: list[Serve], tmp_path: Path) -> None:
+    """That of one that serves is in tests/scenarios/faults/test_under_ray.py."""
+    serve = Serve(tmp_path)
+    serves.append(serve)
+    for _ in range(2):
+        serve.wait_for("loads the model")
+    family = serve.processes()
+    assert len([p for p in family if "Actor" in " ".join(p.cmdline())]) == 4  # supervisor, router and two workers
+    serve.process.kill()
+    _, alive = psutil.wait_procs(family, timeout=10)  # Ray's own agents too, which would try for long to report it
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
     assert serve.processes() == []
 
 

@@ -1,11 +1,12 @@
-"""A cluster of real processes under mutual TLS: it serves as ever, and nobody else gets in."""
+"""A cluster of real processes under mutual TLS: it serves as ever, and nobody else gets in.
+
+That `tandem serve` and the command line do so too is shown in tests/cluster/test_joined.py.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import subprocess
-import sys
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from tandem.cluster.certs import make_certificates
 from tandem.core.config import SecurityConfig
 from tandem.core.model_path import resolve_model
 from tandem.rpc import security
-from tandem.rpc.channel import make_channel
 from tandem.rpc.permissions import PeerRole
 from tandem.rpc.security import Security
 from tandem.rpc.v1 import (
@@ -27,15 +27,13 @@ from tandem.rpc.v1 import (
     decode_pb2_grpc,
     prefill_pb2,
     prefill_pb2_grpc,
-    supervisor_pb2,
-    supervisor_pb2_grpc,
 )
-from tests.cluster.serving import Serve
 from tests.scenarios.client import complete, stream
-from tests.scenarios.processes import ProcessCluster, running
+from tests.scenarios.processes import ROOT, ProcessCluster, running
+from tests.support import fork_server
+from tests.support.secured import PLAIN, members_of, outcome
 
 REFERENCE = json.loads((resolve_model("embedded") / "reference.json").read_text())["entries"]
-PLAIN = Security(SecurityConfig("off"), None, "127.0.0.1")
 
 
 @pytest.fixture(scope="module")
@@ -59,27 +57,12 @@ def secured(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> Ite
 
 @pytest.fixture
 def members(certificates: Path) -> dict[PeerRole, Security]:
-    config = SecurityConfig("on", str(certificates))
-    return {role: Security(config, role, "127.0.0.1") for role in PeerRole}
+    return members_of(certificates)
 
 
 def addresses(cluster: ProcessCluster) -> dict[str, str]:
     workers = {name: process.facts["address"] for name, process in cluster.workers.items()}
     return {"router": cluster.router.facts["control"], **workers}
-
-
-def outcome(address: str, own: Security, make_stub: Any, method: str, request: Any) -> grpc.StatusCode:
-    """How a call ends."""
-
-    async def call() -> grpc.StatusCode:
-        async with make_channel(address, own) as channel:
-            try:
-                await getattr(make_stub(channel), method)(request, timeout=10)
-            except grpc.aio.AioRpcError as error:
-                return error.code()
-        return grpc.StatusCode.OK
-
-    return asyncio.run(call())
 
 
 @pytest.mark.parametrize("ask", [complete, stream], ids=["whole", "streamed"])
@@ -136,43 +119,14 @@ def test_a_member_may_do_what_its_role_does_and_no_more(
 
 @pytest.mark.parametrize(
     "program",
-    [pytest.param("prefill_worker", marks=pytest.mark.faults), "decode_worker", "router"],  # workers are alike in it
+    ["prefill_worker", "decode_worker", "router"],
 )
 def test_beyond_loopback_nothing_starts_without_certificates(tmp_path: Path, program: str) -> None:
     option = "--control-host" if program == "router" else "--host"
-    command = [sys.executable, "-m", program, "--model-dir", str(resolve_model("embedded")), option, "0.0.0.0"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2])
-    assert ran.returncode not in (0, -9)
-    assert "tandem certs" in ran.stderr
-    assert "security.tls: off" in ran.stderr
-    assert "Traceback" not in ran.stderr
-
-
-@pytest.mark.timeout(240)
-def test_tandem_serve_and_its_commands_under_tls(
-    tmp_path: Path, certificates: Path, members: dict[PeerRole, Security]
-) -> None:
-    """Ray's actors, the supervisor and the command line each show their own certificate."""
-    serve = Serve(tmp_path, security={"tls": "on", "certificates": str(certificates)})
-    try:
-        serve.wait_ready()
-        assert serve.complete().json()["choices"][0]["text"]
-        told = serve.tandem("status", "--json")
-        assert told.returncode == 0, told.stderr
-        cluster = json.loads(told.stdout)
-        assert cluster["settled"]
-        control = json.loads((tmp_path / "tandem" / f"{serve.port}.json").read_text())["control_address"]
-        stub, request = supervisor_pb2_grpc.SupervisorControlStub, supervisor_pb2.ScaleRequest(decode=2)
-        assert outcome(control, PLAIN, stub, "Scale", request) is grpc.StatusCode.UNAVAILABLE
-        for role in (PeerRole.ROUTER, PeerRole.DECODE, PeerRole.SUPERVISOR):
-            assert outcome(control, members[role], stub, "Scale", request) is grpc.StatusCode.PERMISSION_DENIED
-        for worker in cluster["workers"]:
-            address = worker["member"]["address"]
-            stub, request = control_pb2_grpc.WorkerControlStub, control_pb2.StatusRequest()
-            assert outcome(address, PLAIN, stub, "Status", request) is grpc.StatusCode.UNAVAILABLE
-            assert outcome(address, members[PeerRole.CLIENT], stub, "Status", request) is grpc.StatusCode.OK
-        stopped = serve.tandem("stop")
-        assert stopped.returncode == 0, stopped.stderr
-        assert serve.process.wait(timeout=10) == 0
-    finally:
-        serve.clean_up()
+    line, log = ["--model-dir", str(resolve_model("embedded")), option, "0.0.0.0"], tmp_path / "log"
+    started = fork_server.start(program, line, log, ROOT, os.environ)
+    assert started.wait(60) not in (0, -9)
+    said = log.read_text()
+    assert "tandem certs" in said
+    assert "security.tls: off" in said
+    assert "Traceback" not in said

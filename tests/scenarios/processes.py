@@ -83,7 +83,7 @@ class ProcessCluster:
     Attributes:
         points: the directory whose files arm `tandem.core.fault_points` in every process; `None`: no points.
         decode_module: what a decode worker's process runs.
-        anew: each process is started by an interpreter of its own, as users start it.
+        anew: the first process of each kind is started by an interpreter of its own, as users start it.
         other_routers: beside `router`; all share its port.
         colocated: as the router is told; set by `launch`, and by who adds or takes away prefill workers.
     """
@@ -103,7 +103,7 @@ class ProcessCluster:
         self._modules = {"prefill": "prefill_worker", "decode": decode_module}
         self.directory = directory
         self.points = points
-        self._anew = anew
+        self._anew, self._started = anew, set[str]()
         self.colocated = False
         self.url = f"http://127.0.0.1:{free_port()}"  # stays when the router is started again
         self.model_dir = resolve_model(model)
@@ -139,7 +139,9 @@ class ProcessCluster:
         environment["PYTHONFAULTHANDLER"] = "1"  # one that must be killed by SIGABRT says where it hangs
         if self.points is not None:
             environment[VARIABLE] = str(self.points)
-        popen = fork_server.start(module, line, log, self.directory, environment, anew=self._anew)
+        anew = self._anew and module not in self._started
+        self._started.add(module)
+        popen = fork_server.start(module, line, log, self.directory, environment, anew=anew)
         return Process(name, popen, ready, log)
 
     def start_worker(self, role: str, number: int = 0, *arguments: str) -> Process:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import gc
 import os
 import re
 import sys
@@ -13,18 +13,17 @@ from typing import Any
 import pytest
 
 try:
-    from httpx._transports import default as httpx_transport
     from xdist.scheduler import LoadFileScheduling
 except ModuleNotFoundError:  # on a machine with a GPU alone
-    LoadFileScheduling, httpx_transport = object, None
+    LoadFileScheduling = object
 
 # The products in tests are small: a second thread gains nothing, and waits for the other one where the cores are busy.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Each client of httpx reads the certificates of all authorities that this machine trusts: 50 ms of a core, more than
-# what most tests ask by it takes. None of them asks any of these.
-if httpx_transport is not None:
-    httpx_transport.create_ssl_context = functools.cache(httpx_transport.create_ssl_context)
+# No client here asks a server that has to be trusted: to read all authorities of the world takes each client 70 ms.
+# The folder holds none.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 
 # Helpers assert too, and some are imported before pytest would find them as plugins.
 pytest.register_assert_rewrite("tests.support")
@@ -86,6 +85,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if UNIT not in item.path.parents:
             item.add_marker(pytest.mark.processes)
+
+
+def pytest_collection_finish() -> None:
+    """Libraries and collected tests, millions of objects, stay: to go through all of them takes a second of each test
+    that collects garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

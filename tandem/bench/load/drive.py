@@ -60,6 +60,7 @@ class Driver:
         self._on_record = on_record
         self._stopped = asyncio.Event()
         self._began_s = self._cpu_s = 0.0
+        self._freezes = False
         self._load = Load()
 
     def stop(self) -> None:
@@ -76,14 +77,18 @@ class Driver:
         raise NotImplementedError
 
     def _begin(self) -> None:
-        # What was made so far is not looked at again: a collection of all of it in mid-run would show as latency.
+        # What was made so far is not looked at again: a collection of all of it in mid-run would show as latency. In a
+        # process that has put by what it held when it was ready, that stays so, and little is left to look at.
+        self._freezes = not gc.get_freeze_count()
         gc.collect()
-        gc.freeze()
+        if self._freezes:
+            gc.freeze()
         self._cpu_s = time.process_time()
         self._began_s = time.monotonic()
 
     def _end(self) -> Load:
-        gc.unfreeze()
+        if self._freezes:
+            gc.unfreeze()
         load = self._load
         load.duration_s = time.monotonic() - self._began_s
         load.cpu_s = time.process_time() - self._cpu_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -80,6 +81,7 @@ def half_width(deviation: float, num_rows: int, num_columns: int, confidence: fl
     return student_quantile(1 - tail, (num_rows - 1) * (num_columns - 1)) * deviation * math.sqrt(2 / num_columns)
 
 
+@functools.cache
 def student_quantile(confidence: float, num_free: int) -> float:
     """The `t` within ± which this share of Student's distribution lies; by bisection."""
     low, high = 0.0, 1.0

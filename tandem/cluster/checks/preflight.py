@@ -11,9 +11,9 @@ import importlib.util
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -156,7 +156,7 @@ class Preflight:
 
     def check_packages(self) -> Finding:
         """Nobody else owns our top-level names, and what would be imported is ours."""
-        owners = metadata.packages_distributions()
+        owners = _owners()
         home = Path(tandem.__file__).resolve().parent.parent
         for name in TOP_LEVEL_NAMES:
             others = sorted(set(owners.get(name, ())) - {DISTRIBUTION})
@@ -617,6 +617,12 @@ class Preflight:
         if not self.local:
             return 0
         return max(1, self.host.num_cores // sum(pool.most for pool in self._pools.values()))
+
+
+@cache
+def _owners() -> Mapping[str, Sequence[str]]:
+    """Which distributions each package is of. To go through the files of all of them takes half a second."""
+    return metadata.packages_distributions()
 
 
 def share_of_memory(config: Config, available_bytes: int, fixed_bytes: int, num_workers: int) -> int:

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import struct
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +205,7 @@ def test_another_owner_of_a_top_level_name_is_refused(
     checkpoint: Path, free_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owners = {"router": ["some-router", "tandem-serving"], "tandem": ["tandem-serving"]}
-    monkeypatch.setattr(metadata, "packages_distributions", lambda: owners)
+    monkeypatch.setattr("tandem.cluster.checks.preflight._owners", lambda: owners)
     with pytest.raises(ConfigError, match="some-router owns the package router") as caught:
         preflight(checkpoint, free_port).plan()
     assert "pip uninstall some-router" in caught.value.message

@@ -252,7 +252,7 @@ def loads(draw: st.DrawFn) -> tuple[str, Callable[[float], float]]:
 
 
 @pytest.mark.long
-@settings(deadline=None, max_examples=20, derandomize=True)  # what noise does is a matter of chance
+@settings(deadline=None, max_examples=8, derandomize=True)  # what noise does is a matter of chance
 @given(load=loads(), start_s=st.sampled_from([5.0, 30.0, 120.0]), seed=st.integers(0, 1000))
 def test_over_random_loads_it_does_not_flap_and_keeps_to_its_bounds(
     load: tuple[str, Callable[[float], float]], start_s: float, seed: int

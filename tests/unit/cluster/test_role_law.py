@@ -185,7 +185,7 @@ class TwoPools:
         return self._laws[role].decide(told, PoolSize(self.num[role], ready), self.now_s)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     before=st.tuples(st.floats(0.1, 2.8), st.floats(0.1, 2.8)),
     after=st.tuples(st.floats(0.1, 2.8), st.floats(0.1, 2.8)),

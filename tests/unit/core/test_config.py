@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.core.config import Config, LimitsConfig, MetricsConfig, from_dict, load, to_dict
@@ -164,6 +164,7 @@ def configs(draw: st.DrawFn) -> Config:
     return from_dict(tree)
 
 
+@settings(max_examples=30, deadline=None)
 @given(configs())
 def test_plain_data_and_back(config: Config) -> None:
     assert from_dict(to_dict(config)) == config

@@ -284,7 +284,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.pool.check()
 
 
-PoolAgainstModel.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+PoolAgainstModel.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 TestPoolAgainstModel = PoolAgainstModel.TestCase
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,7 +18,7 @@ from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 
-from tests.support.router_site import Site, frames
+from tests.support.router_site import Site, frames, opened_site
 
 MESSAGES = [{"role": "user", "content": "x"}]
 LOGPROBS: dict[str, Any] = {"completion": {"logprobs": 2}, "chat": {"logprobs": True, "top_logprobs": 2}}
@@ -29,6 +31,13 @@ FIELDS: list[dict[str, Any]] = [
     {"echo": True},
     {"include_stop_str_in_output": True, "stop": ["c"]},
 ]
+
+
+@pytest.fixture(scope="module")
+def site(checkpoint: Path) -> Iterator[Site]:
+    """One for all: what it is asked leaves nothing behind."""
+    with opened_site(checkpoint) as site:
+        yield site
 
 
 def valid(kind: type[BaseModel], body: dict[str, Any]) -> None:

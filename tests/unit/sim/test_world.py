@@ -469,7 +469,7 @@ def test_workers_change_their_role_with_the_load_by_the_law_that_ships() -> None
 
 def test_none_changes_where_none_is_flexible() -> None:
     shape = dataclasses.replace(by_load(Range(1, 3), Range(1, 3)), start_s=20.0)
-    world, _ = simulated(shape, prompts_then_outputs(60.0))
+    world, _ = simulated(shape, prompts_then_outputs(20.0))
     assert not world.role_changes
     assert world.decisions
 
@@ -506,7 +506,7 @@ def test_worker_hours_count_from_the_order_to_the_end() -> None:
     assert [life.is_ready(at_s) for at_s in (100, 160, 249, 250)] == [False, True, True, False]
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=8)
 @given(
     st.integers(0, 10_000),
     st.floats(1, 40),

@@ -233,7 +233,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert (counts.used, counts.reserved, counts.quarantined) == (0, 0, 0)
 
 
-AnyOrder.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+AnyOrder.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestAnyOrder = AnyOrder.TestCase
 
 

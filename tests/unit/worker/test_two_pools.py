@@ -48,7 +48,7 @@ class AnyTime:
 
 
 @pytest.mark.long
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 1 << 32),
     num_prefills=st.integers(1, 2),

@@ -279,8 +279,14 @@ def save_rounded(model_dir: Path, bits: int, target: Path) -> Path:
     return target
 
 
-@pytest.mark.parametrize("quantize", ["int8", "int4"])
-@pytest.mark.parametrize("arch", helpers.ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("arch", "quantize"),
+    [
+        pytest.param(arch, bits, marks=[] if bits == "int8" or arch in ("llama", "gpt2") else pytest.mark.faults)
+        for arch in helpers.ARCHITECTURES
+        for bits in ("int8", "int4")
+    ],
+)
 def test_rounded_weights_are_those_of_linear_layers_and_bits_stay_however_the_work_is_cut(
     arch: str, quantize: str, tmp_path: Path
 ) -> None:

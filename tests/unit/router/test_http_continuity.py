@@ -53,8 +53,16 @@ def outcome(answer: Any, num_choices: int) -> list[tuple[str, list[int], str | N
     ]
 
 
-@pytest.mark.parametrize("fault", ["decode dies", "decode drains", "prefill dies on the way"])
-@pytest.mark.parametrize("case", CASES)
+FAULTS = ("decode dies", "decode drains", "prefill dies on the way")
+#: `make test` has each place with one of the faults, in turn, and `make test-faults` all.
+CASES_AND_FAULTS = [
+    pytest.param(case, fault, marks=[] if number % len(FAULTS) == place % len(FAULTS) else pytest.mark.faults)
+    for number, case in enumerate(CASES)
+    for place, fault in enumerate(FAULTS)
+]
+
+
+@pytest.mark.parametrize(("case", "fault"), CASES_AND_FAULTS)
 def test_the_text_goes_on_where_it_was(make_site: Callable[..., Site], case: str, fault: str) -> None:
     site = make_site({"transport.lease_s": 10.0})
     num_given, options = CASES[case]

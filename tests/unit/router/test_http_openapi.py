@@ -128,7 +128,7 @@ def test_what_the_document_allows_is_taken(site: Site, schema: schemathesis.Base
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("path", POOLING)
+@pytest.mark.parametrize("path", ["/v1/embeddings", pytest.param("/score", marks=pytest.mark.faults), "/v1/score"])
 def test_the_same_of_what_a_model_that_pools_answers(pooling_site: Site, path: str) -> None:
     described = schemathesis.openapi.from_dict(document(pooling_site))
     check_allowed(pooling_site, described, path)
@@ -174,8 +174,15 @@ def check_answer(site: Site, path: str, body: Any, text: str) -> None:
         )
 
 
+#: Making up what is forbidden takes seconds, and test_request_fields.py has the same of each body without HTTP. But in
+#: `make test-faults` one large body stands for all.
+FORBIDDEN = ("/v1/chat/completions", *TOKENIZING)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("path", [*POSTS, *TOKENIZING])
+@pytest.mark.parametrize(
+    "path", [*FORBIDDEN, *(pytest.param(path, marks=pytest.mark.faults) for path in POSTS if path not in FORBIDDEN)]
+)
 def test_what_the_document_forbids_is_refused(site: Site, schema: schemathesis.BaseSchema, path: str) -> None:
     check_forbidden(site, schema, path)
 

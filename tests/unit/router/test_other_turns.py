@@ -219,8 +219,16 @@ DECODE, PREFILL = {"prompt_tokens": 10_000}, {"prompt_tokens": 40, "num_places":
 """What is short: places in decode's batches, or the computation of prompts."""
 
 
-@pytest.mark.parametrize("short", [DECODE, PREFILL], ids=["decode", "prefill"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "short"),
+    [
+        *(pytest.param(case, DECODE, id=f"{case}-decode") for case in CASES),
+        *(
+            pytest.param(case, PREFILL, id=f"{case}-prefill", marks=[] if "long" in case else pytest.mark.faults)
+            for case in CASES
+        ),
+    ],
+)
 def test_wherever_connections_lie_tenants_get_what_their_weights_say(case: str, short: dict[str, int]) -> None:
     world = World(CASES[case], **short)
     world.run(20.0)

@@ -340,7 +340,7 @@ def test_where_the_only_other_router_is_stopped_the_error_names_it(shared: Share
         assert client.get("/health").status_code == 200
 
 
-# -- eight of them
+# -- many of them
 
 
 @dataclass
@@ -388,17 +388,20 @@ class Routers:
             worker.kill()
 
 
-def test_eight_routers_serve_side_by_side_and_seven_leave_under_load(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num", [3, pytest.param(8, marks=pytest.mark.faults)])
+def test_routers_serve_side_by_side_and_all_but_one_leave_under_load(
+    checkpoint: Path, tmp_path: Path, num: int
+) -> None:
     with closing(Routers(checkpoint, tmp_path / "siblings")) as routers:
-        for number in range(8):
+        for number in range(num):
             routers.start(number)
         with SteadyLoad(routers.url, 16) as load:
             load.wait_for(200)
             text = httpx.get(f"{routers.url}/metrics", timeout=30).text
-            assert len(re.findall(r'tandem_router_answers{router="router-\d"} 1', text)) == 8
+            assert len(re.findall(r'tandem_router_answers{router="router-\d"} 1', text)) == num
             served = re.findall(r'tandem_requests_total{outcome="finished",router="(router-\d)"} \d+', text)
             assert len(served) >= 2, "one router has taken all connections"
-            for number in range(1, 8):
+            for number in range(1, num):
                 routers.drain(number)
                 load.wait_for(5)
         assert not load.failures

@@ -123,7 +123,7 @@ def test_a_hundred_requests_end_with_their_tokens_and_leave_nothing() -> None:
     assert all(node.counters.num_prompt_tokens_cached for node in world.of_role(Role.PREFILL))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.faults) for seed in (2, 3))])
 def test_faults_cancels_and_crashes_change_no_token_and_leave_nothing(seed: int) -> None:
     spec = WorldSpec(seed=seed, link=LinkSpec(fault_share=0.03), mixed_pool_tokens=12)
     world = serve(spec, num_cancels=8, crashes={"prefill-0": 0.2, "decode-1": 0.5})
@@ -132,7 +132,7 @@ def test_faults_cancels_and_crashes_change_no_token_and_leave_nothing(seed: int)
     assert sum(request.is_cancelled for request in world.requests.values())
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.faults) for seed in (1, 2))])
 def test_streams_that_break_again_and_again_cost_no_request(seed: int) -> None:
     """Nobody dies; most requests lose a worker, some lose two before the first one is heard again."""
     cuts = [("decode-0", 0.1, 0.2), ("decode-1", 0.2, 0.2), ("prefill-1", 0.25, 0.1), ("decode-0", 0.45, 0.3)]
@@ -188,8 +188,16 @@ def test_who_found_no_page_goes_on_when_a_fence_frees_some_though_nothing_else_h
     assert world.requests["grows"].tokens == [[token_of(0, 0, position) for position in range(20)]]
 
 
-@pytest.mark.parametrize(("window", "num_windowed"), [(1, 0), (6, 0), (13, 0), (6, 2), (13, 1)])
-@pytest.mark.parametrize("is_split", [True, False], ids=["split", "colocated"])
+@pytest.mark.parametrize(
+    ("is_split", "window", "num_windowed"),
+    [
+        pytest.param(*each, id="-".join(map(str, (name, *each[1:]))), marks=marks)
+        for name, is_split in (("split", True), ("colocated", False))
+        for window, num in ((1, 0), (6, 0), (13, 0), (6, 2), (13, 1))
+        for each in [(is_split, window, num)]
+        for marks in [[] if is_split is (num > 0) else pytest.mark.faults]  # each window once
+    ],
+)
 def test_where_tokens_see_a_window_pages_behind_it_are_never_missed(
     window: int, num_windowed: int, is_split: bool
 ) -> None:

@@ -34,7 +34,7 @@ from tandem.engine.paged_model import PagedModel
 
 DTYPES = ("float32", "float16", "bfloat16")
 NUM_PAGES, MAX_CONTEXT = 24, 512
-NUM_LAYERS = helpers.SMALL_LAYERS
+NUM_LAYERS = 2
 LAYOUT = KVLayout(NUM_LAYERS, 2, 16, helpers.PAGE_SIZE, "float32")
 WHOLE = f"{NUM_LAYERS} attention, {NUM_LAYERS} mlp, {2 * NUM_LAYERS + 1} norm, {NUM_LAYERS} layer"
 #: What of each architecture is fused; where that is the whole, its decoder too.
@@ -43,7 +43,7 @@ FUSED = {
     "qwen2": WHOLE,
     "qwen3": WHOLE,
     "mistral": WHOLE,
-    "gemma2": "4 attention, 17 norm",
+    "gemma2": f"{NUM_LAYERS} attention, {4 * NUM_LAYERS + 1} norm",
     "phi": "none",
 }
 
@@ -75,12 +75,12 @@ def fused(model: PreTrainedModel, layout: KVLayout = LAYOUT, backend: AttentionB
 
 def steps() -> list[list[SequenceInput]]:
     """A prompt in chunks beside another and decode rows, over pages out of order; with no logits, some and all."""
-    long, short = helpers.make_prompt(40, 1), helpers.make_prompt(12, 2)
-    pages = (7, 1, 4), (8,)
+    long, short = helpers.make_prompt(28, 1), helpers.make_prompt(5, 2)  # the one longer than windows are
+    pages = (7, 1), (8,)
     return [
-        [SequenceInput(long[:20], 0, pages[0], 0)],
-        [SequenceInput(long[20:39], 20, pages[0], 3), SequenceInput(short[:11], 0, pages[1], 11)],
-        [SequenceInput(long[39:], 39, pages[0]), SequenceInput(short[11:], 11, pages[1])],
+        [SequenceInput(long[:14], 0, pages[0], 0)],
+        [SequenceInput(long[14:27], 14, pages[0], 3), SequenceInput(short[:4], 0, pages[1], 4)],
+        [SequenceInput(long[27:], 27, pages[0]), SequenceInput(short[4:], 4, pages[1])],
     ]
 
 
@@ -89,6 +89,7 @@ def run(model: PagedModel, on_layer: Callable[[int], None] | None = None) -> tor
 
 
 def small_model(device: torch.device, dtype: str = "float32", **options: object) -> PreTrainedModel:
+    options = {"num_hidden_layers": NUM_LAYERS} | options
     model: PreTrainedModel = helpers.small_model(**options).to(device, TORCH_DTYPES[dtype])
     return model
 
@@ -103,9 +104,11 @@ def assert_as_near(found: torch.Tensor, own: torch.Tensor, exact: torch.Tensor, 
     assert error <= (2.5 if cut_off else 1.3) * allowed, f"{error:.1e}, {allowed:.1e}"
 
 
-#: Interpreting takes seconds: in 16 bits one model stands for all, but in `make test-faults`, and on a GPU.
+#: Interpreting takes seconds: in 16 bits one model stands for all, and others have its biases and windows, but in
+#: `make test-faults`, and on a GPU.
+TOLD = {*((arch, "float32") for arch in ("llama", "qwen3", "gemma2", "phi")), ("llama", "bfloat16")}
 MODELS_AND_DTYPES = [
-    pytest.param(arch, dtype, marks=[] if arch == "llama" or dtype == "float32" else pytest.mark.faults)
+    pytest.param(arch, dtype, marks=[] if (arch, dtype) in TOLD else pytest.mark.faults)
     for arch in FUSED
     for dtype in DTYPES
 ]
@@ -117,7 +120,7 @@ def test_models_give_what_their_own_parts_give(
 ) -> None:
     from tandem.engine.cuda.fusing import fuse, fuse_decoder
 
-    model_dir = helpers.save_model(arch, tmp_path / arch)
+    model_dir = helpers.save_model(arch, tmp_path / arch, layers=NUM_LAYERS)
     config = loader.load_config(model_dir)
     layout, precise = (loader.derive_layout(config, helpers.PAGE_SIZE, type_) for type_ in (dtype, "float32"))
     own, whole = (loader.load_model(model_dir, config, dtype, triton_device) for _ in range(2))
@@ -203,13 +206,13 @@ def test_an_engine_of_fused_parts_gives_transformers_tokens(
         monkeypatch.setattr(engine_module, "kernels_for", lambda device, *_: CudaKernels(device))
         monkeypatch.setattr(engine_module, "_has_scratch_page", lambda *_: True)
         monkeypatch.setattr(engine_module, "CudaCapture", lambda: run_again)
-    model_dir = helpers.save_model("llama", tmp_path / "llama")
+    model_dir = helpers.save_model("llama", tmp_path / "llama", layers=NUM_LAYERS)
     engine = helpers.load_engine(model_dir, num_pages=12, device=str(triton_device), dtype="float32")
     assert engine.fused == f"{WHOLE}, decoder"
     engine.warmup(2)
-    prompts = [helpers.make_prompt(length, seed=length) for length in (1, 17, 30)]
-    expected = helpers.eager_greedy(model_dir, prompts, num_new=6)
-    found = helpers.drive(engine, prompts, chunk=13, num_new=6)
+    prompts = [helpers.make_prompt(length, seed=length) for length in (1, 17, 21)]
+    expected = helpers.eager_greedy(model_dir, prompts, num_new=5)
+    found = helpers.drive(engine, prompts, chunk=13, num_new=5)
     for index, (got, want) in enumerate(zip(found, expected, strict=True)):
         assert got.token_ids == want.token_ids, f"request {index}"
         torch.testing.assert_close(got.logits.cpu(), want.logits, rtol=1e-4, atol=1e-4)
@@ -288,7 +291,7 @@ def test_a_layer_that_differs_is_left_alone(triton_device: torch.device, kind: t
 
     model = small_model(triton_device)
     model.model.layers[1].__class__ = kind
-    assert fuse(model, LAYOUT).endswith("7 norm, 2 layer")
+    assert fuse(model, LAYOUT).endswith(f"{2 * NUM_LAYERS + 1} norm, {NUM_LAYERS - 1} layer")
     assert type(model.model.layers[1]) is kind
     assert fuse_decoder(model, LAYOUT, MAX_CONTEXT) is None
 
@@ -311,7 +314,7 @@ def soften_logits(model: PreTrainedModel) -> None:
         odd.scale_logits,
         odd.scale_embedding,
         odd.bound_embedding,
-        odd.use_two_layers,
+        odd.use_fewer_layers,
         odd.add_a_part,
         odd.add_between_layers,
         soften_logits,
@@ -330,7 +333,7 @@ def test_a_decoder_that_does_more_is_left_alone(
     assert len(model.model.layers) == NUM_LAYERS
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float16", marks=pytest.mark.faults), "bfloat16"])
 def test_a_way_that_does_slightly_more_has_no_decoder(
     triton_device: torch.device, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,7 +347,7 @@ def test_a_way_that_does_slightly_more_has_no_decoder(
     own = CudaDecoderLayer.forward
 
     def forward(self: CudaDecoderLayer, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return own(self, *args, **kwargs) * (1.01 if self.self_attn.layer_idx == 1 else 1.0)
+        return own(self, *args, **kwargs) * (1.01 if self.self_attn.layer_idx == 0 else 1.0)
 
     monkeypatch.setattr(CudaDecoderLayer, "forward", forward)
     assert fuse_decoder(model, layout, MAX_CONTEXT) is None

@@ -106,8 +106,8 @@ def bound_embedding(model: LlamaForCausalLM) -> None:
     model.model.embed_tokens.max_norm = 1.0
 
 
-def use_two_layers(model: LlamaForCausalLM) -> None:
-    model.config.num_hidden_layers = 2
+def use_fewer_layers(model: LlamaForCausalLM) -> None:
+    model.config.num_hidden_layers -= 1
 
 
 def add_a_part(model: LlamaForCausalLM) -> None:

@@ -22,7 +22,7 @@ from odd_models import (
     bound_embedding,
     scale_embedding,
     scale_logits,
-    use_two_layers,
+    use_fewer_layers,
 )
 from torch import nn
 from transformers import LlamaForCausalLM, PreTrainedModel
@@ -240,7 +240,7 @@ def test_layers_refuse_what_their_attention_does_not_do() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [scale_logits, scale_embedding, bound_embedding, use_two_layers, add_a_part, add_between_layers]
+    "change", [scale_logits, scale_embedding, bound_embedding, use_fewer_layers, add_a_part, add_between_layers]
 )
 def test_a_decoder_that_does_more_is_left_alone(change: Callable[[LlamaForCausalLM], None]) -> None:
     model = small_model()

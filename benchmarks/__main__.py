@@ -55,6 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_simulated(commands)
     _add_predict(commands)
     _add_accuracy(commands)
+    _add_speculation(commands)
     _add_link(commands)
     _add_gpu(commands)
     return parser
@@ -308,6 +309,25 @@ def _add_accuracy(commands: Any) -> None:
     _add_json(command)
 
 
+def _add_speculation(commands: Any) -> None:
+    command = add_command(
+        commands,
+        "speculation",
+        "tokens a second with guesses from lookup and from a draft, and without; no router; a quarter of an hour",
+        "python -m benchmarks speculation --json docs/figures/speculation.json\n"
+        "python -m benchmarks speculation --model ~/models/llama-3b --draft ~/models/llama-1b --rounds 2",
+        _speculation,
+    )
+    command.add_argument("--model", type=Path, metavar="DIR", help="(default: a random Llama of 82 M weights)")
+    command.add_argument("--draft", default="", metavar="DIR", help="the draft's checkpoint (default: the model's own)")
+    command.add_argument("--quantize", default="int8", help="how the draft's weights are rounded (default: int8)")
+    command.add_argument("--tokens", type=whole(1), default=4, help="speculation.draft_tokens (default: 4)")
+    command.add_argument("--rounds", type=whole(1), default=8, help="of each load (default: 8)")
+    command.add_argument("--output", type=whole(1), default=400, help="tokens of each request (default: 400)")
+    command.add_argument("--threads", type=whole(1), default=1, help="of each worker (default: 1)")
+    _add_json(command)
+
+
 def _add_link(commands: Any) -> None:
     command = add_command(
         commands,
@@ -464,6 +484,16 @@ def _predict(options: argparse.Namespace) -> int:
     from benchmarks.predict import command
 
     command.run(options.json, options.plot, options.only or PREDICT_MODELS, options.repetitions)
+    return 0
+
+
+def _speculation(options: argparse.Namespace) -> int:
+    from benchmarks.speculation import command
+
+    sizes = command.Sizes(
+        options.rounds, options.output, options.threads, draft_tokens=options.tokens, quantize=options.quantize
+    )
+    command.run(options.json, sizes, model=options.model, draft=options.draft)
     return 0
 
 

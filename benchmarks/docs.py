@@ -1,8 +1,8 @@
 """Generate `docs/benchmarks.md` from the measurements in `docs/figures/`: `peers.json`, `peers_bfloat16.json`,
 `conversations.json`, `parts.json`, `placement.json`, `autoscale.json`, `scale.json`, `paper.json`, `links.json`,
-`kernels.json`, `accuracy.json`, `host.json`, `simulated.json`, `predict.json`, `gpu_check.json`, all of the folder
-`grid`; and of `law.json` a part of `docs/performance.md` and its plot, of `studies.json` `docs/studies.md` and its
-plots.
+`kernels.json`, `accuracy.json`, `host.json`, `speculation.json`, `simulated.json`, `predict.json`, `gpu_check.json`,
+all of the folder `grid`; and of `law.json` a part of `docs/performance.md` and its plot, of `studies.json`
+`docs/studies.md` and its plots.
 
     python -m benchmarks.docs                           write it
     python -m benchmarks.docs --check                   fail when the committed one is stale
@@ -74,6 +74,9 @@ from benchmarks.scale.section import section as scale_section
 from benchmarks.simulated.section import COMMAND as SIMULATED_COMMAND
 from benchmarks.simulated.section import FORMAT as SIMULATED_FORMAT
 from benchmarks.simulated.section import section as simulated_section
+from benchmarks.speculation.section import COMMAND as SPECULATION_COMMAND
+from benchmarks.speculation.section import FORMAT as SPECULATION_FORMAT
+from benchmarks.speculation.section import section as speculation_section
 from benchmarks.studies.page import COMMAND as STUDIES_COMMAND
 from benchmarks.studies.page import FORMAT as STUDIES_FORMAT
 from benchmarks.studies.page import page as studies_page
@@ -482,6 +485,7 @@ SECTIONS = (
     _section("kernels", kernels_command.FORMAT, "`python -m benchmarks kernels`", _kernels_section),
     _section("accuracy", ACCURACY_FORMAT, ACCURACY_COMMAND, accuracy_section),
     _section("host", HOST_FORMAT, "`python -m benchmarks host`", host_section),
+    _section("speculation", SPECULATION_FORMAT, SPECULATION_COMMAND, speculation_section),
     _section("simulated", SIMULATED_FORMAT, SIMULATED_COMMAND, simulated_section),
     _section("predict", PREDICT_FORMAT, PREDICT_COMMAND, predict_section),
     _section("gpu", GPU_FORMAT, GPU_COMMAND, gpu_section, source="gpu_check"),

@@ -1,4 +1,4 @@
-"""Tokens a second with guesses and without: `python -m benchmarks.speculation`.
+"""Tokens a second with guesses and without: `python -m benchmarks speculation`.
 
 One decode worker for each way of guessing, all in this process, and one request or several at a time. Requests of all
 ways are the same and take turns, so that what else the machine does falls on all alike. Outputs are compared too.
@@ -6,25 +6,26 @@ ways are the same and take turns, so that what else the machine does falls on al
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
 from benchmarks.kernels.measure import DEFAULT_MODEL
 from benchmarks.origin import origin
+from benchmarks.speculation.section import FORMAT, section
 from decode_worker.worker import DecodeWorker
 from router.openai.grammar import of_choices
+from tandem.bench.report import json_file
 from tandem.core.config import LimitsConfig, from_dict
 from tandem.core.sampling import SamplingParams
 from tandem.core.tokenizer import Tokenizer
@@ -39,6 +40,26 @@ from tandem.worker.process import WorkerProcess
 _PROMPT = 128  # tokens
 _KV_BYTES = 512 << 20
 _LETTERS = "abcdefghijklmnopqrstuvwxyz "
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured.
+
+    Attributes:
+        rounds: of each load, behind one that warms up.
+        output: tokens of each request.
+        threads: of each worker.
+        lookup_tokens, draft_tokens: the most guesses of a step.
+        quantize: how the draft's weights are rounded.
+    """
+
+    rounds: int = 8
+    output: int = 400
+    threads: int = 1
+    lookup_tokens: int = 8
+    draft_tokens: int = 4
+    quantize: str = "int8"
 
 
 @dataclass(frozen=True)
@@ -151,14 +172,14 @@ class Way:
 
 
 @contextmanager
-def _ways(model: Path, draft: str, quantize: str, num_tokens: int, threads: int) -> Iterator[list[Way]]:
-    drafted = {"draft_model": draft, "draft_quantize": quantize, "draft_tokens": num_tokens}
-    lookup = {"lookup_tokens": 8}
+def _ways(model: Path, draft: str, sizes: Sizes) -> Iterator[list[Way]]:
+    drafted = {"draft_model": draft, "draft_quantize": sizes.quantize, "draft_tokens": sizes.draft_tokens}
+    lookup = {"lookup_tokens": sizes.lookup_tokens}
     ways = {"none": {}, "lookup": lookup, "draft": drafted, "lookup and draft": lookup | drafted}
     with ExitStack() as stack:
         made = []
         for index, (name, speculation) in enumerate(ways.items()):
-            place = WorkerPlace(f"decode-{index}", f"decode-{index}-measured", model, _KV_BYTES, threads)
+            place = WorkerPlace(f"decode-{index}", f"decode-{index}-measured", model, _KV_BYTES, sizes.threads)
             worker = WorkerProcess(DecodeWorker, from_dict({"speculation": speculation}), place)
             stack.callback(worker.stop)
             worker.start()
@@ -166,16 +187,16 @@ def _ways(model: Path, draft: str, quantize: str, num_tokens: int, threads: int)
         yield made
 
 
-async def measure(ways: list[Way], model: Path, num_rounds: int, num_output: int) -> list[dict[str, Any]]:
-    """Plain data, a row for each load and way; printed as they come."""
+async def measure(ways: list[Way], model: Path, sizes: Sizes, console: Console) -> list[dict[str, Any]]:
+    """Plain data, a row for each load and way; said as they come."""
     tokenizer, rows = Tokenizer.from_dir(model), []
     for load in LOADS:
         seen: dict[str, list[float]] = defaultdict(list)
         before = {way.name: way.counts() for way in ways}
         num_other = dict.fromkeys((way.name for way in ways), 0)
-        for number in range(num_rounds + 1):
+        for number in range(sizes.rounds + 1):
             seeds = range(1000 * number, 1000 * number + load.num_streams)
-            requests = [request_of(load, tokenizer, seed, num_output) for seed in seeds]
+            requests = [request_of(load, tokenizer, seed, sizes.output) for seed in seeds]
             expected: list[list[int]] = []
             first = number % len(ways)
             for way in (*ways[first:], *ways[:first]):
@@ -188,34 +209,28 @@ async def measure(ways: list[Way], model: Path, num_rounds: int, num_output: int
             ratio = median(a / b for a, b in zip(seen[way.name], seen["none"], strict=True))
             counts = {key: count - before[way.name][key] for key, count in way.counts().items()}
             rate = median(seen[way.name])
-            rows.append({"load": load.name, "way": way.name, "tokens_per_s": rate, "ratio": ratio, **counts,
-                         "rounds_with_other_outputs": num_other[way.name]})  # fmt: skip
-            print(f"{load.name:32} {way.name:17} {rate:8.1f} tokens/s  {ratio:5.2f} x  {counts}", flush=True)
+            rows.append({"load": load.name, "copies": load.copies, "way": way.name, "tokens_per_s": rate,
+                         "ratio": ratio, **counts, "rounds_with_other_outputs": num_other[way.name]})  # fmt: skip
+            console.print(f"{load.name}, {way.name}: {rate:.1f} tokens/s, {ratio:.2f} x", highlight=False)
     for way in ways:
         await asyncio.to_thread(way.worker.stop)  # while there is a loop for what its gRPC still has to say here
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, help="a checkpoint (default: a random Llama of 82 M weights)")
-    parser.add_argument("--draft", default="", help="the draft's checkpoint (default: the model's own)")
-    parser.add_argument("--quantize", default="int8", help="how the draft's weights are rounded (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=4, help="speculation.draft_tokens (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=8, help="for each load (default: %(default)s)")
-    parser.add_argument("--output", type=int, default=400, help="tokens of each request (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="of each worker (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="write everything there")
-    options = parser.parse_args()
+def run(json: Path | None, sizes: Sizes, *, model: Path | None = None, draft: str = "") -> None:
+    """Print the table, and write it to `json`.
+
+    Args:
+        model: a checkpoint; by default a random Llama of 82 M weights.
+        draft: the draft's checkpoint; by default the model's own.
+
+    Raises `ConfigError` where `json` cannot be written.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        model = options.model or save(DEFAULT_MODEL, Path(folder) / "model")
-        draft = options.draft or str(model)
-        with _ways(model, draft, options.quantize, options.tokens, options.threads) as ways:
-            rows = asyncio.run(measure(ways, model, options.rounds, options.output))
-    if options.json:
-        head = {**origin(), "draft": options.draft, "quantize": options.quantize, "tokens": options.tokens}
-        options.json.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+        target = model or save(DEFAULT_MODEL, Path(folder) / "model")
+        with _ways(target, draft or str(target), sizes) as ways:
+            rows = asyncio.run(measure(ways, target, sizes, Console(stderr=True)))
+    content = {"format": FORMAT, **origin(), "settings": {**asdict(sizes), "draft": draft}, "rows": rows}
+    Console(soft_wrap=True).print("\n".join(section(content)).strip(), highlight=False, markup=False)
+    if json is not None:
+        json_file.write(json, content)

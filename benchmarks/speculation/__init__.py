@@ -1,0 +1,1 @@
+"""How many tokens a second guesses bring, from lookup and from a draft."""

@@ -385,7 +385,7 @@ class DecodeRole:
                 job.guides = dict(zip(outputs, made, strict=True))
                 enter()
 
-        self._guides.prepare(job.params.grammar, list(outputs.values()), guided)
+        self._guides.prepare(job.params.grammar, list(outputs.values()), guided, lambda: self.ledger.has(job))
 
     # -- the batch; on the runner's thread
 

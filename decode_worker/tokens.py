@@ -146,7 +146,7 @@ class TokenBook:
                 self._fail(sequence, tokens, events)
                 continue
             match sequence.owner:
-                case Choice() if tokens:
+                case Choice() if tokens and any(each is sequence for each in job.sequences):  # else nobody wants it
                     num_noted = len(tokens) - 1 if item.guesses else 0
                     num_noted += id(item) in self._all_noted
                     if item.guesses:

@@ -126,7 +126,7 @@ class PrefillRole:
             self._begin(job)
             self._finish([job])
         elif job.needs_guide:
-            self._guides.prepare(spec.params.grammar, [()], partial(self._guided, job))
+            self._guides.prepare(spec.params.grammar, [()], partial(self._guided, job), lambda: not job.over)
 
     def _guided(self, job: PromptJob, made: list[Guide] | TandemError) -> None:
         """Its grammar is compiled, so no step waits for that: its prompt may be computed."""

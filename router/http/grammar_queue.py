@@ -56,6 +56,10 @@ class GrammarQueue:
     def is_running(self, trial: bytes) -> bool:
         return trial in self._running.values()
 
+    def will_be_tried(self, trial: bytes) -> bool:
+        """Whether it is under way, or waits in somebody's line."""
+        return self.is_running(trial) or any(trial in line for line in self._waiting.values())
+
     def begin(self) -> tuple[str, bytes] | None:
         """The next trial, with the client whose turn it is; `None`: none may begin."""
         if len(self._running) >= self._num_at_once:

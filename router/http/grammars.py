@@ -133,6 +133,17 @@ class GrammarCheck:
             asked.end.end()
             if not self._queue.is_running(digest):
                 del self._asked[digest]
+        elif not self._queue.will_be_tried(digest):  # only the line of who goes had it
+            if self._enters(digest, asked):
+                self._begin()
+            else:
+                del self._asked[digest]
+                asked.found.set_exception(_too_many())
+
+    def _enters(self, digest: bytes, asked: _Asked) -> bool:
+        """Let it wait at the turns of all who ask for it; `False`: of none, since too many wait."""
+        entered = [self._queue.enter(client, digest) for client in asked.askers]
+        return any(entered)
 
     def _begin(self) -> None:
         while (turn := self._queue.begin()) is not None:
@@ -154,7 +165,7 @@ class GrammarCheck:
         """A trial has ended, with a verdict or without."""
         self._queue.end(client)
         has_new = isinstance(found, CancelledError) and bool(asked.askers)  # they have come since it was given up
-        if has_new and self._queue.enter(next(iter(asked.askers)), digest):
+        if has_new and self._enters(digest, asked):
             asked.end = TrialEnd()
         else:
             found = _too_many() if has_new else found

@@ -29,13 +29,14 @@ def came_s(sock_fd: int, by_s: float) -> float:
     """
     if TICK_S == 0.0:
         return by_s
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=sock_fd)  # asks the kernel nothing
     try:
-        told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _NUM_BYTES)
-    except OSError:  # it has broken meanwhile, or is no TCP
+        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=sock_fd)
+        try:
+            told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _NUM_BYTES)
+        finally:
+            sock.detach()  # it is not ours to close
+    except OSError:  # it is closed, or has broken meanwhile, or is no TCP
         return by_s
-    finally:
-        sock.detach()  # it is not ours to close
     if len(told) < _NUM_BYTES:
         return by_s
     tick_s = time.clock_gettime(_COARSE)

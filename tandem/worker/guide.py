@@ -111,10 +111,15 @@ class GuideMaker(Protocol):
     """Makes guides and their masks beside the steps."""
 
     def prepare(
-        self, grammar: str, outputs: Sequence[Sequence[int]], then: Callable[[list[Guide] | TandemError], None]
+        self,
+        grammar: str,
+        outputs: Sequence[Sequence[int]],
+        then: Callable[[list[Guide] | TandemError], None],
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> None:
         """Compile `grammar` and match what the outputs have so far: a guide for each. `then` gets them, or the reason
-        why there are none, on the runner's thread. From any thread."""
+        why there are none, on the runner's thread. `is_wanted` is asked on some other one; once it is false,
+        `CancelledError` is that reason. From any thread."""
 
     def begin(self, guides: Sequence[Guide]) -> None:
         """Begin to make the next masks of these guides. On the runner's thread."""

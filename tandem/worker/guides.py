@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, ThreadPoolExecutor, wait
 
-from tandem.core.errors import InternalError, InvalidRequestError, SlowGrammarError, TandemError
+from tandem.core.errors import CancelledError, InternalError, InvalidRequestError, SlowGrammarError, TandemError
 from tandem.core.grammar import CompiledGrammar
 from tandem.core.grammar_compiler import compile_grammar
 from tandem.core.recent import Recent, RecentByCost
@@ -40,6 +40,7 @@ _NUM_A_THREAD = 4
 _LEAST_WAIT_S, _WAIT_PART = 0.001, 0.1
 # Outputs are replayed so long at a time; then those have their turn who have come meanwhile.
 _REPLAY_S = 0.05
+
 
 class Guides:
     """The `GuideMaker` of a worker.
@@ -81,12 +82,16 @@ class Guides:
     # -- compiling
 
     def prepare(
-        self, grammar: str, outputs: Sequence[Sequence[int]], then: Callable[[list[Guide] | TandemError], None]
+        self,
+        grammar: str,
+        outputs: Sequence[Sequence[int]],
+        then: Callable[[list[Guide] | TandemError], None],
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> None:
         made = self._made(grammar, outputs)
 
         def work() -> None:
-            found = self._worked_on(made)
+            found = self._worked_on(made) if is_wanted() else CancelledError("nobody waits for it any more")
             if found is None:
                 self._compiler.submit(work)
             else:
@@ -133,9 +138,9 @@ class Guides:
             return known
         if isinstance(self._vocabulary, TandemError):
             raise self._vocabulary
-        began_s = time.perf_counter()
+        began_s = time.thread_time()  # not what others take of a busy processor
         compiled = compile_grammar(grammar, self._vocabulary.tokens)
-        self._kept.put(grammar, compiled, is_costly=time.perf_counter() - began_s >= _COSTLY_S)
+        self._kept.put(grammar, compiled, is_costly=time.thread_time() - began_s >= _COSTLY_S)
         return compiled
 
     # -- masks

@@ -11,7 +11,7 @@ from tandem.core.errors import SlowGrammarError
 #: Seconds of a processor for an output, and for each of its tokens. The first is for what is made once, as states of a
 #: lexer, and may come all at once.
 BASE_S, TOKEN_S = 1.0, 0.005
-#: A mask that took so long is expected to take so long again.
+#: After a mask that took so long others are expected to; less so with each that does not.
 SLOW_S = 0.002
 
 
@@ -19,19 +19,20 @@ class MaskBudget:
     """What the masks of one output have taken.
 
     Attributes:
-        last_s: what its last mask took of a processor, in seconds.
+        expected_s: what its next mask is expected to take of a processor, in seconds: as the last one did, or half of
+            what that was expected to take.
     """
 
-    __slots__ = ("_num_tokens", "_spent_s", "last_s")
+    __slots__ = ("_num_tokens", "_spent_s", "expected_s")
 
     def __init__(self) -> None:
         self._num_tokens = 0
         self._spent_s = 0.0
-        self.last_s = 0.0
+        self.expected_s = 0.0
 
     @property
     def is_slow(self) -> bool:
-        return self.last_s >= SLOW_S
+        return self.expected_s >= SLOW_S
 
     def spend(self, num_tokens: int, seconds: float) -> None:
         """To go on by so many tokens, and to tell what comes next, took so much of a processor.
@@ -41,7 +42,7 @@ class MaskBudget:
         """
         self._num_tokens += num_tokens
         self._spent_s += seconds
-        self.last_s = seconds
+        self.expected_s = max(seconds, self.expected_s / 2)
         if self._spent_s > BASE_S + TOKEN_S * self._num_tokens:
             raise SlowGrammarError(
                 f"the grammar takes too much computation: its first {self._num_tokens} tokens took {self._spent_s:.1f} "

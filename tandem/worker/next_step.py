@@ -42,10 +42,9 @@ class NextStep:
     def next(self) -> Batch:
         """What is to be computed now; empty where nothing can be. No step is under way."""
         planned, self._planned = self._planned, None
-        if planned is not None and not self._scheduler.waiting:
+        if planned is not None:
             planned.items = [item for item in planned.items if self._hooks.goes_on(item.sequence)]
-            self._scheduler.join(planned)
-            if planned.items:
+            if self._scheduler.join(planned) and planned.items:
                 return planned
         self.tell()
         self._hooks.before_schedule()

@@ -148,6 +148,8 @@ class Runner:
             return
         steps.while_computed(batch)
         try:
+            if self.engine.computes_apart and _needs_its_end(batch):
+                self.engine.finish()
             if batch.num_scored_tokens:
                 logits = hooks.score(batch, logits)
             sampled: Sequence[Sequence[int]] = hooks.sample(batch, logits)
@@ -167,6 +169,13 @@ class Runner:
             raise error
         self.engine.finish()  # as above
         steps.failed(batch, error)
+
+
+def _needs_its_end(batch: Batch) -> bool:
+    """Whether it matters how long a step took when it is sampled: masks have as long as that, and where sampling does
+    not wait for the device, nothing else shows it."""
+    sampled = [item for item in batch.items if item.samples]
+    return not sampled or any(item.sequence.params.grammar for item in sampled)
 
 
 def inputs_of(batch: Batch) -> list[SequenceInput]:

@@ -206,18 +206,21 @@ class BatchScheduler:
             self._entered.clear()
         return behind if behind.items else None
 
-    def join(self, batch: Batch) -> None:
-        """Add to a step that was decided ahead, and in which nothing is computed yet, those that have entered since and
-        generate. Others wait for the step after it."""
+    def join(self, batch: Batch) -> bool:
+        """Add to a step that was decided ahead, and in which nothing is computed yet, those that have entered since.
+        `False`: somebody waits, or has more to compute than a token, and the step is to be decided anew."""
         with self.lock:
+            if self.waiting or not all(one.is_decode for one in self._entered if one.pages):
+                return False
             budget = self.limits.max_num_batched_tokens - len(batch.items)
             for sequence in self._entered:
-                if budget < 1 or not sequence.is_decode or sequence not in self.running:  # it may be preempted already
+                if budget < 1 or sequence not in self.running:  # it may have left, or be preempted already
                     continue
                 if self._grow_or_preempt(batch, sequence, 1):
                     self._put(batch, sequence, 1)
                     budget -= 1
             self._entered.clear()
+        return True
 
     def _admit_promoted(self, batch: Batch) -> None:
         """Admit promoted sequences first, before anything is planned for the sequences that they preempt."""

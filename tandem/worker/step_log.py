@@ -14,7 +14,8 @@ _log = logging.getLogger(__name__)
 
 COLUMNS = ("num_tokens", "num_rows", "num_read", "num_pairs", "seconds", "began_s")
 """Those of `Terms`, the time from one step's planning to the end of its booking, and when that began by the monotonic
-clock, which all workers of a host share."""
+clock, which all workers of a host share. Where steps are planned ahead, a row has the planning of the next step, and
+the telling of the last one, in place of its own."""
 
 #: Before the columns, where layers have windows: these, as `model` of a scenario has them.
 MODEL = "# model: "

@@ -803,3 +803,73 @@ def test_slack_is_of_the_prompt_and_not_of_what_is_generated() -> None:
         turns.append([sequence.turn for sequence in world.scheduler.running])
         world.step()
     assert turns == [[9.0], [9.0], [0.0]]
+
+
+def test_a_choice_that_the_router_has_ended_while_its_last_token_was_not_told_is_over() -> None:
+    """A stop string ends it at the router, and its end of text comes in the step that is under way meanwhile."""
+    world = World(num_pages=40)
+    steps = NextStep(world.scheduler, world.role, ahead=True)
+
+    def step() -> None:
+        batch = steps.next()
+        world.role.before_forward(batch)
+        steps.while_computed(batch)
+        steps.computed(batch, world.role.sample(batch, None))
+
+    ends = set[int]()  # choices whose next token is their end of text
+
+    def sample(_: Any, rows: Sequence[Sequence[SampleRow]]) -> list[list[SampledToken | TandemError]]:
+        return [[SampledToken(EOS if row.choice in ends else 7) for row in of_one] for of_one in rows]
+
+    world.role._tokens.sample_tokens = sample
+    key = world.reserve(local=99, choices=2)
+    while steps._untold is None:
+        step()
+    ends.add(0)
+    step()
+    assert steps._untold is not None
+    world.role.end_choice(key, 0)
+    while world.role.ledger.attempts:
+        step()
+        steps.tell()
+    assert EOS not in [token for _, token, _ in world.tokens()], "of the choice that had ended nothing more comes"
+    world.assert_empty()
+
+
+LETTERS = LLMatcher.grammar_from_regex("[a-z]+")
+
+
+class Apart:
+    """Computes apart from its host, and notes what is asked of it."""
+
+    computes_apart = True
+
+    def __init__(self, told: list[str]) -> None:
+        self._told = told
+
+    def finish(self) -> None:
+        self._told.append("finish")
+
+    def forward(self, *_: object) -> None:
+        self._told.append("forward")
+
+
+@pytest.mark.parametrize(
+    ("grammar", "num_tokens"), [("", 6), ("", 20), (LETTERS, 6)], ids=["plain", "chunk", "grammar"]
+)
+def test_a_step_that_is_to_be_timed_has_ended_when_it_is_sampled(
+    grammar: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Masks have the time that the step takes; and where nothing is sampled, sampling waits for no device."""
+    world, told = World(), list[str]()
+    runner = Runner(cast(Any, Apart(told)), world.scheduler, name="", on_fatal=lambda _: None, pacing=Pacing())
+    monkeypatch.setattr(world.role, "sample", lambda *_: told.append("sample") or [])
+    params = SamplingParams(temperature=0, max_tokens=8, grammar=grammar)
+    world.role.reserve(SESSION, AttemptSpec(AttemptKey("r", 1), 0, tuple(range(2, 2 + num_tokens)), params, 1), 99)
+    batch = world.scheduler.schedule()
+    steps = NextStep(world.scheduler, world.role, ahead=True)
+    monkeypatch.setattr(steps, "computed", lambda batch, sampled: None)
+    runner._step(world.role, steps, batch)
+    is_timed = bool(grammar) or not any(item.samples for item in batch.items)
+    assert told[: 2 + is_timed] == (["forward", "finish", "sample"] if is_timed else ["forward", "sample"])
+    assert is_timed == (num_tokens == 20 or bool(grammar))

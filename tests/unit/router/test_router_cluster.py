@@ -26,7 +26,7 @@ from tandem.core.identity import WorkerKey
 from tandem.core.metrics import RouterMetrics
 from tandem.rpc.guard import RoleGuard
 from tandem.rpc.permissions import PeerRole
-from tandem.rpc.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL, LinkReport, LinkStatus, WorkerStatus
+from tandem.rpc.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL, LinkReport, LinkStatus, WorkerInfo, WorkerStatus
 from tandem.rpc.v1.control_pb2 import Member, Membership, RouterStatusRequest, SuspectedWriter
 from tandem.rpc.v1.decode_pb2 import Admitted, WriterSuspected
 from tandem.rpc.v1.prefill_pb2 import HandoffDone, LinkChanged
@@ -135,6 +135,7 @@ def test_the_ends_of_certificates_are_exported_of_those_that_show_one(monkeypatc
             key=WorkerKey(f"decode-{number}", "1"),
             role="decode",
             status=WorkerStatus(certificate_expires=expires),
+            info=WorkerInfo(),
         )
         for number, expires in enumerate((2_000_000_001, 0))
     ]

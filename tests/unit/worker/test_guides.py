@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
-from tandem.core.errors import InvalidRequestError, SlowGrammarError
+from tandem.core.errors import CancelledError, InvalidRequestError, SlowGrammarError
 from tandem.core.grammar import CompiledGrammar
 from tandem.worker import guides as module
 from tandem.worker import mask_budget
@@ -185,7 +185,7 @@ def test_a_slow_grammar_has_threads_of_its_own_and_ends_its_request_by_name(
 ) -> None:
     a = TEXTS.index("a")
     (slow, quick) = prepared(guides, inbox, regex("a*"), [a, a], [a])
-    slow.budget.last_s = 1.0
+    slow.budget.expected_s = 1.0
     held = Held()
     monkeypatch.setattr(guides, "_slow_masker", held)
     guides.begin([slow, quick])
@@ -208,6 +208,18 @@ def test_a_long_replay_lets_others_have_their_turn(inbox: queue.Queue[Any], monk
     guides.prepare(regex("b*"), [[]], lambda _: come.append("short"))
     held.run()
     assert come == ["short", "long"]
+
+
+def test_what_nobody_waits_for_any_more_is_replayed_no_further(
+    inbox: queue.Queue[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_REPLAY_S", 0.0)
+    held, made, left = Held(), list[Any](), iter([True, True, False])
+    guides = Guides(vocabulary(), lambda call: call(), WorkerCounters(), compiler=held, masker=held)
+    guides.prepare(regex("a*"), [[TEXTS.index("a")] * 50], made.append, lambda: next(left))
+    held.run()
+    (error,) = made
+    assert isinstance(error, CancelledError)
 
 
 def bits(mask: bytes) -> set[int]:

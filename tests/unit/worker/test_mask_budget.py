@@ -34,10 +34,12 @@ def test_states_of_a_lexer_may_be_made_all_at_once() -> None:
         budget.spend(1, 0.3)
 
 
-def test_a_guide_is_slow_as_long_as_its_masks_are() -> None:
+def test_a_guide_is_slow_until_some_of_its_masks_are_not() -> None:
     budget = MaskBudget()
     assert not budget.is_slow
-    budget.spend(1, 0.02)
-    assert budget.is_slow
+    budget.spend(1, 0.009)
+    for _ in range(2):  # slow ones by turns with quick ones are slow
+        budget.spend(1, 0.0001)
+        assert budget.is_slow
     budget.spend(1, 0.0001)
     assert not budget.is_slow

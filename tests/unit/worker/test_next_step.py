@@ -144,6 +144,15 @@ def test_who_comes_while_a_step_is_computed_takes_part_in_the_next_one_and_who_h
     assert world.step() == "b6 d5"
 
 
+def test_for_who_has_more_to_compute_than_a_token_the_next_step_is_decided_anew() -> None:
+    """A prompt that comes to decode, or an output that is replayed."""
+    world = Generating("ab")
+    world.step()
+    prompt = world.enter("c")
+    prompt.token_ids.extend([6, 7, 8])
+    assert world.step() == "a5 b5 c4"
+
+
 def test_what_a_step_gave_is_told_when_the_next_one_is_launched() -> None:
     world = Generating("ab")
     world.step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The folder holds none.
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
+
+# A shell without job control has what it starts behind `&` ignore Ctrl-C, and what that starts would, too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Helpers assert too, and some are imported before pytest would find them as plugins.
 pytest.register_assert_rewrite("tests.support")

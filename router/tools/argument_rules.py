@@ -91,6 +91,8 @@ def _said(make: Callable[[], str]) -> str:
         return make()
     except InexpressibleError:
         raise
+    except RecursionError as error:
+        raise InexpressibleError(ROOT, "is nested too deeply, by its references too") from error
     except (TypeError, AttributeError, ValueError) as error:
         raise InexpressibleError(ROOT, "is no JSON schema") from error
 
@@ -316,7 +318,7 @@ class _Gemma(_Values):
 
 #: What between the tags of a parameter is read as JSON of these kinds, where they are allowed beside a string.
 _LOOKS_LIKE = {
-    "null": "null", "boolean": "true|false", "integer": "-?[0-9][0-9.eE+-]*", "number": "-?[0-9][0-9.eE+-]*",
+    "null": "null", "boolean": "true|false", **dict.fromkeys(_NUMBERS, _NUMBERS["number"].strip("/")),
     "object": r"\{(?s:.*)", "array": r"\[(?s:.*)",
 }  # fmt: skip
 _PARAMETER_END = "\n</parameter>\n"

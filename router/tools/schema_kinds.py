@@ -37,6 +37,8 @@ _REFUSED = frozenset(
 _TOGETHER = (frozenset(("properties", "required", "additionalProperties")), frozenset(("items", "prefixItems")))
 #: Schemas of which several have to hold, and references, that one schema of a tool may lead through.
 _MAX_STEPS = 5_000
+#: Values of lists that are held against each other, of which several have to hold.
+_MAX_VALUES = 100_000
 
 
 class InexpressibleError(ValueError):
@@ -76,7 +78,7 @@ class SchemaKinds:
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
-        self._num_steps = 0
+        self._num_steps = self._num_values = 0
 
     def branches(self, schema: Any, path: str = "") -> list[Branch]:
         """What `schema` allows: any of these; none: nothing.
@@ -148,6 +150,10 @@ class SchemaKinds:
             mine, others = group & one.keys(), group & other.keys()
             if mine and others and not (mine == others == {"required"}) and _differ(one, other, group):
                 raise InexpressibleError(path, f"{' and '.join(sorted(mine | others))} are said in two places")
+        if "enum" in one and "enum" in other:
+            self._num_values += len(_listed(one["enum"], path)) + len(_listed(other["enum"], path))
+            if self._num_values > _MAX_VALUES:
+                raise InexpressibleError(path, "lists too many values, in as many parts")
         both = {**other, **one}
         for key in one.keys() & other.keys():
             both[key] = _of_both(key, one[key], other[key], path)
@@ -257,36 +263,62 @@ def members_of(branch: Branch) -> tuple[dict[str, Any], Sequence[str], Any]:
 
 
 def _check_exclusive(parts: Sequence[Sequence[Branch]], path: str) -> None:
-    for number, part in enumerate(parts):
-        for other in parts[:number]:
-            if not all(_exclude(x, y) for x in part for y in other):
-                raise InexpressibleError(
-                    path, "more than one part may hold; use anyOf, or parts that exclude each other"
-                )
+    """Raises `InexpressibleError` where not each two parts are known to exclude each other."""
+    holders = [_Holder(number, branch) for number, part in enumerate(parts) for branch in part]
+    if len(parts) > 1 and any(one.kind == "any" for one in holders):
+        raise InexpressibleError(path, _MAY_BOTH_HOLD)
+    of_value: dict[tuple[str, str], int] = {}
+    for one in holders:
+        if any(of_value.setdefault((one.kind, value), one.part) != one.part for value in one.values or ()):
+            raise InexpressibleError(path, _MAY_BOTH_HOLD)
+    num_left = _MAX_STEPS
+    for kind in {one.kind for one in holders}:
+        alike = [one for one in holders if one.kind == kind]
+        for one in (each for each in alike if each.values is None):
+            for other in alike:
+                if other.part == one.part or (other.values is None and other.part < one.part):
+                    continue
+                num_left -= 1
+                if num_left < 0:
+                    raise InexpressibleError(path, "has too many parts that only their properties tell apart")
+                if not one.excludes(other):
+                    raise InexpressibleError(path, _MAY_BOTH_HOLD)
 
 
-def _exclude(one: Branch, other: Branch) -> bool:
-    if "any" in (one.kind, other.kind):
-        return False
-    if one.kind != other.kind and {one.kind, other.kind} != {"integer", "number"}:
-        return True
-    if _have_none_in_common(one.values, other.values):
-        return True
-    mine, others = one.says.get("properties", {}), other.says.get("properties", {})
-    tags = set(one.says.get("required", ())) & set(other.says.get("required", ()))
-    return any(_have_none_in_common(_tag_values(mine.get(tag)), _tag_values(others.get(tag))) for tag in tags)
+_MAY_BOTH_HOLD = "more than one part may hold; use anyOf, or parts that exclude each other"
+
+
+class _Holder:
+    """A branch of one part of a `oneOf`, as it is compared with those of others.
+
+    Attributes:
+        part: the part's number.
+        kind: of its values; integers are numbers.
+        values: in JSON; `None`: they are not listed.
+    """
+
+    def __init__(self, part: int, branch: Branch) -> None:
+        self.part = part
+        self.kind = "number" if branch.kind == "integer" else branch.kind
+        self.values = _in_json(branch.values)
+        properties, required = branch.says.get("properties", {}), branch.says.get("required", ())
+        listed = {name: _in_json(_tag_values(properties.get(name))) for name in required}
+        self._tags = {name: values for name, values in listed.items() if values is not None}
+
+    def excludes(self, other: _Holder) -> bool:
+        """Of its kind: whether a property that both must have has other values in each."""
+        shared = self._tags.keys() & other._tags.keys()
+        return any(self._tags[name].isdisjoint(other._tags[name]) for name in shared)
+
+
+def _in_json(values: Sequence[Any] | None) -> frozenset[str] | None:
+    return None if values is None else frozenset(json.dumps(value) for value in values)
 
 
 def _tag_values(schema: Any) -> Sequence[Any] | None:
     if not isinstance(schema, dict):
         return None
     return [schema["const"]] if "const" in schema else schema.get("enum")
-
-
-def _have_none_in_common(one: Sequence[Any] | None, other: Sequence[Any] | None) -> bool:
-    if one is None or other is None:
-        return False
-    return not {json.dumps(value) for value in one} & {json.dumps(value) for value in other}
 
 
 # -- what readers ask

@@ -206,9 +206,15 @@ class TimeModel:
     def pool(self, role: Role) -> PoolSpec:
         return self.prefill if role is Role.PREFILL else self.decode
 
-    def kept_pages(self, page_size: int, *, mixed: bool, max_context: float = math.inf) -> KeptPages:
-        """Of which tokens a worker keeps K and V, and how; `mixed`, `max_context`: as of `kept_pages`."""
-        model, on_cpu = self.model, self.card.is_cpu
+    def on_cpu(self, group: PoolSpec | GroupSpec) -> bool:
+        """Whether its workers are on CPUs. Raises `ConfigError` for a card that is not known."""
+        return self.types[group.type].machine.card.is_cpu if group.type else self.card.is_cpu
+
+    def kept_pages(
+        self, group: PoolSpec | GroupSpec, page_size: int, *, mixed: bool, max_context: float = math.inf
+    ) -> KeptPages:
+        """Of which tokens its workers keep K and V, and how; `mixed`, `max_context`: as of `kept_pages`."""
+        model, on_cpu = self.model, self.on_cpu(group)
         return kept_pages(model.windows, model.layers, page_size, on_cpu=on_cpu, mixed=mixed, max_context=max_context)
 
     def tokens(self, group: PoolSpec | GroupSpec) -> int:

@@ -77,7 +77,7 @@ class SimulatedEngine:
                 key=f"{role.value}.tokens",
             )
         self.max_context = loader.context_of(config, max_context)
-        kept = spec.kept_pages(page_size, mixed=mixed, max_context=self.max_context)
+        kept = spec.kept_pages(spec.pool(role), page_size, mixed=mixed, max_context=self.max_context)
         head_dim = SIMULATED_TOKEN_BYTES // (2 * DTYPE_BYTES["float32"])
         self.layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=head_dim, page_size=page_size, dtype="float32")
         self.arena = KVArena(self.layout, kept.num_pages(room))
@@ -89,7 +89,7 @@ class SimulatedEngine:
         # Both roles read one file; whose times differ must not share a cluster by mistake.
         shape = repr((replace(spec, prefill=PoolSpec(workers=0)), self.vocab_size, self.max_context))
         self.weights_sha256 = hashlib.sha256(b"simulated" + shape.encode()).hexdigest()
-        self.on_cpu = spec.card.is_cpu
+        self.on_cpu = spec.on_cpu(spec.pool(role))
         self.computes_apart = not self.on_cpu
         self._done_s = 0.0  # when the last step is computed, on the monotonic clock
         self._times = spec.step_times(spec.pool(role).type)

@@ -47,8 +47,10 @@ def costs(world: World, end_s: float, num_tokens: int, num_output: int) -> dict[
 def _group(world: World, role: Role, worker_type: WorkerType, end_s: float) -> dict[str, Any]:
     """Of the workers of one type in one role, from when each was asked for until it was gone."""
     lives = [life for life in world.fleet.lives if life.role is role and life.type == worker_type.name]
-    busy_s = [life.machine.work.busy_s if life.machine is not None else 0.0 for life in lives]
     paid_s = [life.worked_s(end_s) for life in lives]
+    done_s = [life.machine.work.busy_s if life.machine is not None else 0.0 for life in lives]
+    # What requests that fail have taken may be beyond the end.
+    busy_s = [min(done, paid) for done, paid in zip(done_s, paid_s, strict=True)]
     each = zip(busy_s, paid_s, strict=True)
     return {
         "role": role.value,

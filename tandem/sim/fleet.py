@@ -44,7 +44,7 @@ class Life:
 
     def worked_s(self, now_s: float) -> float:
         """For so long somebody had to pay for it: from when it was asked for until it was gone."""
-        return (now_s if self.gone_s is None else self.gone_s) - self.asked_s
+        return max(0.0, (now_s if self.gone_s is None else min(now_s, self.gone_s)) - self.asked_s)
 
 
 class Fleet:

@@ -188,7 +188,7 @@ class Scenario(TimeModel):
         """The cluster. Of `tandem`, which has the keys of a `tandem.yaml`, counts what docs/simulator.md names. `load`:
         what it is to serve; where no prompts of it are known to begin alike, workers keep no pages of them."""
         config, network = self.tandem, self.network
-        ttft_s, tpot_s = ON_CPU if self.card.is_cpu else ON_GPU
+        ttft_s, tpot_s = ON_CPU if self.on_cpu(self.decode) else ON_GPU
         return WorldShape(
             prefill=self._pool(Role.PREFILL, self.prefill),
             decode=self._pool(Role.DECODE, self.decode),
@@ -251,7 +251,15 @@ class Scenario(TimeModel):
     @property
     def _kept(self) -> KeptPages:
         cache = self.tandem.cache
-        return self.kept_pages(cache.page_size, mixed=cache.mixed_windows)
+        groups = [group for role in WORKER_ROLES for group in self.pool(role).groups]
+        first, *others = (self.kept_pages(group, cache.page_size, mixed=cache.mixed_windows) for group in groups)
+        if any(other != first for other in others):
+            raise ConfigError(
+                "types has workers on CPUs and on GPUs, which keep other pages of this model behind its windows and "
+                "cannot hand them on; take one kind, or cache.mixed_windows: false where some layers see all",
+                key="types",
+            )
+        return first
 
     @property
     def _kv_format(self) -> KvFormat:
@@ -276,7 +284,7 @@ class Scenario(TimeModel):
 
     def _group(self, role: Role, group: PoolSpec | GroupSpec) -> PoolShape:
         kept, num_pages = self._kept, self.num_pages(group)
-        site, groups = Site(role, on_cpu=self.card.is_cpu), kept.groups
+        site, groups = Site(role, on_cpu=self.on_cpu(group)), kept.groups
         limits = scheduler_limits(self.tandem, site, kept.num_slots(num_pages), groups.window, groups.num_windowed)
         return PoolShape(
             group.workers,

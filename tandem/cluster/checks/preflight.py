@@ -252,7 +252,15 @@ class Preflight:
 
     def check_model(self) -> Finding:
         facts, dtype = self.facts, self.dtype
-        if self._time_model is not None:
+        if (time_model := self._time_model) is not None:
+            for role in WORKER_ROLES:
+                if len(time_model.pool(role).groups) > 1:
+                    raise ConfigError(
+                        f"{self.config.model.time_model} has {role.value} workers of several types "
+                        f"({role.value}.others), and those of a cluster are alike; leave them out, or run the file by "
+                        "`tandem sim run`",
+                        key="model.time_model",
+                    )
             detail = f"{facts.name}: {facts.architecture}, simulated as {self.config.model.time_model} says"
             return Finding("model", "warn", detail, "leave model.engine out for true answers")
         if facts.quantization is not None:
@@ -426,7 +434,8 @@ class Preflight:
         """Which pages a worker keeps of a text."""
         cache, max_context = self.config.cache, self._max_context or math.inf
         if (model := self._time_model) is not None:
-            return model.kept_pages(cache.page_size, mixed=cache.mixed_windows, max_context=max_context)
+            pool = model.pool(Role.DECODE)
+            return model.kept_pages(pool, cache.page_size, mixed=cache.mixed_windows, max_context=max_context)
         return kept_pages(
             self.facts.windows,
             self.facts.num_layers or 1,

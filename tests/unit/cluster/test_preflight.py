@@ -654,6 +654,14 @@ def test_a_time_model_that_is_wrong_is_named(checkpoint: Path, free_port: int) -
         preflight(checkpoint, free_port, model=model).check_model()
 
 
+def test_workers_of_several_types_are_for_simulations_alone(checkpoint: Path, free_port: int) -> None:
+    types = "types: {a: {card: h100}, b: {card: a100}}\nprefill: {type: a}\n"
+    text = f"{types}decode: {{type: a, others: [{{workers: 1, type: b}}]}}"
+    model = {"path": str(checkpoint), **simulated(checkpoint, text)}
+    with pytest.raises(ConfigError, match=r"decode workers of several types \(decode.others\)"):
+        preflight(checkpoint, free_port, model=model).check_model()
+
+
 def test_a_checkpoint_that_gives_vectors_needs_a_prefill_worker(checkpoint: Path, free_port: int) -> None:
     write_modules(checkpoint, "last")
     with pytest.raises(ConfigError, match="gives vectors, which prefill workers alone make") as caught:

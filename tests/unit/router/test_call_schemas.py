@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import string
+from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -13,10 +15,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
+from router.tools import schema_kinds
 from router.tools.formats import FUNCTION_GEMMA, GEMMA, QWEN_CODER, ToolFormat, normal_tool, reader_for
 from router.tools.grammar import Wanted, grammar_of
 from router.tools.pieces import Called, Piece, ToolUse
-from router.tools.schema_kinds import InexpressibleError
+from router.tools.schema_kinds import InexpressibleError, SchemaKinds
 from tandem.core.errors import InvalidRequestError
 from tandem.core.grammar import CompiledGrammar
 from tests.support.router_site import EOS
@@ -282,7 +285,8 @@ def test_a_string_beside_another_kind_does_not_look_like_it(models: dict[str, Mo
         "anyOf": [STRING, {"type": "null"}, {"type": "integer"}, {"type": "array", "items": {"type": "integer"}}]
     }
     tool = Tool(models["qwen-coder"], parameters(anything))
-    for value in ("three", "nullable", "12 apples", "true", "", "a [1]", 12, None, [], [1, 2]):
+    texts = ("three", "nullable", "12 apples", "true", "", "a [1]", "2026-02-28", "10.0.0.1", "1-800", "007", "1e", "-")
+    for value in (*texts, 12, None, [], [1, 2]):
         assert tool.takes(written(QWEN_CODER, {"x": value})), value
         assert tool.arguments(written(QWEN_CODER, {"x": value})) == {"x": value}
     for text in ("1e400", "[a]", ' ["a"]', " null\n", "12\n"):
@@ -382,3 +386,41 @@ def test_a_schema_that_leads_through_itself_again_and_again_is_refused_and_not_f
             Tool(model, schema)
         text = written(model.form, {"x": "a"})
         assert Tool(model, parameters(STRING, **{"$defs": levels})).arguments(text) == {"x": "a"}
+
+
+def test_parts_of_which_one_alone_holds_are_compared_in_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that lists thousands of them holds up nobody."""
+    count, dumps = Counter[str](), json.dumps
+
+    def counted(value: Json) -> str:
+        count["values"] += 1
+        return dumps(value)
+
+    monkeypatch.setattr(schema_kinds, "json", SimpleNamespace(dumps=counted))
+    consts = [{"const": number} for number in range(2000)]
+    assert len(SchemaKinds({}).branches({"oneOf": consts})) == 2000
+    assert count["values"] <= 3 * 2000
+    with pytest.raises(InexpressibleError, match="more than one part may hold"):
+        SchemaKinds({}).branches({"oneOf": [*consts, {"const": 7}]})
+    with pytest.raises(InexpressibleError, match="more than one part may hold"):
+        SchemaKinds({}).branches({"oneOf": [{"type": "number"}, {"enum": [7]}]})
+
+    def tagged(number: int) -> dict[str, Any]:
+        return {"type": "object", "properties": {"kind": {"const": number}}, "required": ["kind"]}
+
+    assert len(SchemaKinds({}).branches({"oneOf": [tagged(number) for number in range(90)]})) == 90
+    with pytest.raises(InexpressibleError, match="more than one part may hold"):
+        SchemaKinds({}).branches({"oneOf": [tagged(1), tagged(2), tagged(1)]})
+    with pytest.raises(InexpressibleError, match="too many parts"):
+        SchemaKinds({}).branches({"oneOf": [tagged(number) for number in range(200)]})
+    values = list(range(2000))
+    with pytest.raises(InexpressibleError, match="too many values"):
+        SchemaKinds({}).branches({"enum": values, "anyOf": [{"enum": values}] * 50})
+
+
+def test_a_chain_of_references_that_is_too_long_is_refused(models: dict[str, Model]) -> None:
+    chain = {f"d{n}": parameters({"$ref": f"#/$defs/d{n + 1}"}) for n in range(1000)}
+    schema = parameters({"$ref": "#/$defs/d0"}, **{"$defs": {**chain, "d1000": STRING}})
+    for name in FORMS:
+        with pytest.raises(InexpressibleError, match="nested too deeply"):
+            Tool(models[name], schema)

@@ -10,13 +10,14 @@ import pytest
 from tandem.cli import main
 from tandem.core.cards import CARDS
 from tandem.core.errors import ConfigError
-from tandem.core.identity import Role
+from tandem.core.identity import Role, WorkerKey
 from tandem.core.step_times import Roofline
 from tandem.core.time_model import read_time_model
 from tandem.core.worker_types import Power
 from tandem.plan.plan_file import Plan
 from tandem.plan.simulate import Pools, _shape
 from tandem.sim.costs import costs
+from tandem.sim.fleet import Life
 from tandem.sim.load import Arrival, Lengths, drawn
 from tandem.sim.scenario import Scenario, read_scenario
 from tandem.sim.world import World
@@ -164,3 +165,29 @@ def test_the_command_tells_what_a_cluster_costs_where_it_has_types(
 def test_types_that_make_no_sense_are_named(tmp_path: Path, text: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         scenario_of(tmp_path, text).shape()
+
+
+WINDOWS = "model: {parameters: 1.0e+9, layers: 12, kv_heads: 2, window: 64, full_layers: 3}\n"
+
+
+def test_workers_on_cpus_are_those_whose_type_has_such_a_card(tmp_path: Path) -> None:
+    """They keep no pages behind a window, and have the limits of CPUs."""
+    cpus = WINDOWS + "types: {cpu: {card: epyc-9654}}\nprefill: {type: cpu}\ndecode: {type: cpu}\n"
+    gpus = cpus.replace("epyc-9654", "h100")
+    on_cpu, on_gpu = (scenario_of(tmp_path, text).shape() for text in (cpus, gpus))
+    assert (on_cpu.decode.limits.window, on_gpu.decode.limits.window) == (64, 0)
+    assert on_cpu.decode.limits.saturating_tokens < on_gpu.decode.limits.saturating_tokens
+
+
+def test_workers_that_keep_other_pages_are_no_cluster(tmp_path: Path) -> None:
+    text = "types: {cpu: {card: epyc-9654}, gpu: {card: h100}}\nprefill: {type: gpu}\ndecode: {type: cpu}\n"
+    with pytest.raises(ConfigError, match="keep other pages of this model behind its windows"):
+        scenario_of(tmp_path, WINDOWS + text).shape()
+    assert scenario_of(tmp_path, text).shape().decode.num_pages > 0, "without windows they do not"
+
+
+def test_nobody_pays_for_a_worker_that_was_asked_for_behind_the_end() -> None:
+    life = Life(WorkerKey("decode-0", "1"), Role.DECODE, 5.0, Role.DECODE)
+    assert life.worked_s(4.0) == 0.0
+    life.gone_s = 9.0
+    assert (life.worked_s(8.0), life.worked_s(10.0)) == (3.0, 4.0)

@@ -21,6 +21,7 @@ from tandem.core.socket_wait import TICK_S
 
 #: A router remembers so many requests.
 _REMEMBERED = 1000
+_FORGOTTEN = 404
 #: The named parts add up to within so much of the time between begin and end.
 _SUM = 0.01
 #: So much of a request's time may have no name,
@@ -48,11 +49,14 @@ async def parts_of(url: str, records: Sequence[RequestRecord]) -> list[tuple[flo
     newest = sorted(records, key=lambda record: record.ended_s)[-_REMEMBERED:]
     client = LoadClient(url, max_sockets=1)
     try:
-        told = [(await client.ask("GET", f"/v1/requests/{record.request_id}")).body for record in newest]
+        asked = [(record, await client.ask("GET", f"/v1/requests/{record.request_id}")) for record in newest]
     finally:
         client.close()
-    waited_s = [record.ended_s - record.sent_s - record.own_s for record in newest]
-    return list(zip(waited_s, (json.loads(body)["data"][0] for body in told), strict=True))
+    return [
+        (record.ended_s - record.sent_s - record.own_s, json.loads(told.body)["data"][0])
+        for record, told in asked
+        if told.status != _FORGOTTEN  # those that came first, which need not be those that ended first
+    ]
 
 
 def judged(requests: Iterable[tuple[float, dict[str, Any]]]) -> Waterfalls:

@@ -77,7 +77,6 @@ class Steps:
             found.append(clock() - began_s)
         return found
 
-
     def times_between_s(self, num_steps: int, clock: Callable[[], float] = time.thread_time) -> list[float]:
         """Of the next steps, each planned while the one before it is computed: what is left to do between the two."""
         found = []

@@ -210,12 +210,27 @@ class TimeModel:
         """Whether its workers are on CPUs. Raises `ConfigError` for a card that is not known."""
         return self.types[group.type].machine.card.is_cpu if group.type else self.card.is_cpu
 
-    def kept_pages(
-        self, group: PoolSpec | GroupSpec, page_size: int, *, mixed: bool, max_context: float = math.inf
-    ) -> KeptPages:
-        """Of which tokens its workers keep K and V, and how; `mixed`, `max_context`: as of `kept_pages`."""
-        model, on_cpu = self.model, self.on_cpu(group)
-        return kept_pages(model.windows, model.layers, page_size, on_cpu=on_cpu, mixed=mixed, max_context=max_context)
+    def kept_pages(self, page_size: int, *, mixed: bool, max_context: float = math.inf) -> KeptPages:
+        """Of which tokens its workers keep K and V, and how; `mixed`, `max_context`: as of `kept_pages`.
+
+        Raises:
+            ConfigError: some keep other pages than others, and so could not hand them on.
+        """
+        model = self.model
+        groups = (group for role in WORKER_ROLES for group in self.pool(role).groups if group.workers)
+        found = {
+            kept_pages(
+                model.windows, model.layers, page_size, on_cpu=self.on_cpu(group), mixed=mixed, max_context=max_context
+            )
+            for group in groups
+        }
+        if len(found) > 1:
+            raise ConfigError(
+                "types has workers on CPUs and on GPUs, which keep other pages of this model behind its windows and "
+                "cannot hand them on; take one kind, or cache.mixed_windows: false where some layers see all",
+                key="types",
+            )
+        return found.pop()
 
     def tokens(self, group: PoolSpec | GroupSpec) -> int:
         """For which a worker has room. Raises `ConfigError` where the weights leave none."""

@@ -77,7 +77,7 @@ class SimulatedEngine:
                 key=f"{role.value}.tokens",
             )
         self.max_context = loader.context_of(config, max_context)
-        kept = spec.kept_pages(spec.pool(role), page_size, mixed=mixed, max_context=self.max_context)
+        kept = spec.kept_pages(page_size, mixed=mixed, max_context=self.max_context)
         head_dim = SIMULATED_TOKEN_BYTES // (2 * DTYPE_BYTES["float32"])
         self.layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=head_dim, page_size=page_size, dtype="float32")
         self.arena = KVArena(self.layout, kept.num_pages(room))

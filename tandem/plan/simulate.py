@@ -203,9 +203,10 @@ def _shape(plan: Plan, types: dict[str, TypeSpec], pools: Pools, load: Sequence[
         decode=PoolSpec(pools.num_decode, kv_room(served, decode)),
         model=spec, network=plan.network, load=plan.load, tandem=plan.tandem, seed=plan.seed,
     )  # fmt: skip
-    of_prefill, of_decode = (
-        replace(scenario, card=CardSpec(is_cpu=machine.card.is_cpu)).shape(load) for machine in (prefill, decode)
-    )
+    # Nearly always both are of one kind; the load, which may be long, is looked through once then.
+    kinds = {machine.card.is_cpu for machine in (prefill, decode)}
+    shapes = {is_cpu: replace(scenario, card=CardSpec(is_cpu=is_cpu)).shape(load) for is_cpu in kinds}
+    of_prefill, of_decode = shapes[prefill.card.is_cpu], shapes[decode.card.is_cpu]
     return replace(
         of_decode,
         prefill=replace(of_prefill.prefill, times=roofline(served, prefill)),

@@ -251,15 +251,7 @@ class Scenario(TimeModel):
     @property
     def _kept(self) -> KeptPages:
         cache = self.tandem.cache
-        groups = [group for role in WORKER_ROLES for group in self.pool(role).groups]
-        first, *others = (self.kept_pages(group, cache.page_size, mixed=cache.mixed_windows) for group in groups)
-        if any(other != first for other in others):
-            raise ConfigError(
-                "types has workers on CPUs and on GPUs, which keep other pages of this model behind its windows and "
-                "cannot hand them on; take one kind, or cache.mixed_windows: false where some layers see all",
-                key="types",
-            )
-        return first
+        return self.kept_pages(cache.page_size, mixed=cache.mixed_windows)
 
     @property
     def _kv_format(self) -> KvFormat:

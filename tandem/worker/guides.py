@@ -1,6 +1,6 @@
 """Guides made by threads: one compiles grammars and replays outputs, others make masks while a step is computed.
 
-Nobody waits for the masks of others. Those that took long last time have threads of their own, and a step that is
+Nobody waits for the masks of others. Those that are expected to take long have threads of their own, and a step that is
 computed goes on without the choices whose masks are not there yet (`Guides.late`).
 
 A worker that serves no grammar has none of these threads. The vocabulary is made before it serves at all: that holds up
@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, ThreadPoolExecutor, wait
 
 from tandem.core.errors import CancelledError, InternalError, InvalidRequestError, SlowGrammarError, TandemError
@@ -116,10 +116,8 @@ class Guides:
         """The guides, after a `None` for each token that was replayed."""
         known = self._kept.get(grammar)
         compiled = self._compiled(grammar)
-        guides = [Guide(compiled, time.thread_time) for _ in outputs]
         try:
-            for guide, output in zip(guides, outputs, strict=True):
-                yield from guide.replay(output)
+            guides = yield from _replayed(compiled, outputs)
         except SlowGrammarError:
             raise
         except (InvalidRequestError, InternalError):
@@ -127,10 +125,7 @@ class Guides:
                 raise
             compiled.is_worn = True
             # What other outputs have left of it was too little; a new one has all that there is.
-            compiled = self._compiled(grammar)
-            guides = [Guide(compiled, time.thread_time) for _ in outputs]
-            for guide, output in zip(guides, outputs, strict=True):
-                yield from guide.replay(output)
+            guides = yield from _replayed(self._compiled(grammar), outputs)
         yield guides
 
     def _compiled(self, grammar: str) -> CompiledGrammar:
@@ -183,6 +178,14 @@ class Guides:
         mask.set_result(made_of(guide, token_ids))
         with self._counting:
             self._counters.mask_s += time.thread_time() - began_s
+
+
+def _replayed(compiled: CompiledGrammar, outputs: Sequence[Sequence[int]]) -> Generator[None, None, list[Guide]]:
+    """Guides of these outputs; it stops behind each token."""
+    guides = [Guide(compiled, time.thread_time) for _ in outputs]
+    for guide, output in zip(guides, outputs, strict=True):
+        yield from guide.replay(output)
+    return guides
 
 
 _Asked = tuple[Guide, Mask, list[int]]

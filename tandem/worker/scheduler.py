@@ -306,8 +306,8 @@ class BatchScheduler:
 
         It looks at each of them, and so is not for steps; any thread may ask, without the lock.
         """
-        pages_of_place = 1 + self.limits.num_windowed
-        return pages_of_place * sum(-sequence.num_computed % self.pool.page_size for sequence in list(self.running))
+        num_slots = sum(-sequence.num_computed % self.pool.page_size for sequence in list(self.running))
+        return self.groups.num_of_place * num_slots
 
     @property
     def learns_steps(self) -> bool:

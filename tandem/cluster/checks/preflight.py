@@ -434,8 +434,7 @@ class Preflight:
         """Which pages a worker keeps of a text."""
         cache, max_context = self.config.cache, self._max_context or math.inf
         if (model := self._time_model) is not None:
-            pool = model.pool(Role.DECODE)
-            return model.kept_pages(pool, cache.page_size, mixed=cache.mixed_windows, max_context=max_context)
+            return model.kept_pages(cache.page_size, mixed=cache.mixed_windows, max_context=max_context)
         return kept_pages(
             self.facts.windows,
             self.facts.num_layers or 1,

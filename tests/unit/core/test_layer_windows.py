@@ -100,8 +100,7 @@ def test_a_time_model_says_what_its_layers_see() -> None:
     on_gpu, on_cpu = CardSpec(), CardSpec(is_cpu=True)
 
     def kept(model: ModelSpec, card: CardSpec, *, mixed: bool = True, max_context: float = math.inf) -> LayerGroups:
-        times = TimeModel(model=model, card=card)
-        return times.kept_pages(times.decode, 8, mixed=mixed, max_context=max_context).groups
+        return TimeModel(model=model, card=card).kept_pages(8, mixed=mixed, max_context=max_context).groups
 
     assert kept(model, on_gpu) == kept(model, on_cpu, mixed=False) == LayerGroups(8)
     assert kept(model, on_cpu) == LayerGroups(8, 16, 5)

@@ -184,6 +184,8 @@ def test_workers_that_keep_other_pages_are_no_cluster(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="keep other pages of this model behind its windows"):
         scenario_of(tmp_path, WINDOWS + text).shape()
     assert scenario_of(tmp_path, text).shape().decode.num_pages > 0, "without windows they do not"
+    alone = "types: {cpu: {card: epyc-9654}}\nprefill: {workers: 0}\ndecode: {type: cpu}\n"
+    assert scenario_of(tmp_path, WINDOWS + alone).shape().decode.limits.window == 64, "of whom there are none count not"
 
 
 def test_nobody_pays_for_a_worker_that_was_asked_for_behind_the_end() -> None:

@@ -36,6 +36,10 @@ class Rules:
         """The name of a rule that says so."""
         return self._named("r", expression)
 
+    def json_rule(self, schema: Schema) -> str:
+        """Of what llguidance holds to a schema itself."""
+        return self.rule(f"%json {json.dumps(schema, ensure_ascii=False)}")
+
     def terminal(self, expression: str) -> str:
         """The name of a terminal that says so."""
         return self._named("T", expression)
@@ -63,8 +67,7 @@ Arguments = Callable[[Schema | None, Rules, Marker], str]
 
 def json_arguments(schema: Schema | None, rules: Rules, _: Marker) -> str:
     """A JSON object; what llguidance cannot hold it to, it refuses itself."""
-    given = {**(_ANY_OBJECT if schema is None else schema), "x-guidance": _SPACING}
-    return rules.rule(f"%json {json.dumps(given, ensure_ascii=False)}")
+    return rules.json_rule({**(_ANY_OBJECT if schema is None else schema), "x-guidance": _SPACING})
 
 
 def xml_arguments(closes: Sequence[str]) -> Arguments:
@@ -149,8 +152,7 @@ class _Values(ABC):
     def scalar(self, kind: Kind, says: Mapping[str, Any]) -> str:
         if kind in _WORDS:
             return _WORDS[kind]
-        given = {**says, "type": kind, "x-guidance": _SPACING}
-        return self.rules.rule(f"%json {json.dumps(given)}")
+        return self.rules.json_rule({**says, "type": kind, "x-guidance": _SPACING})
 
     def literal(self, value: Any, path: str) -> str:
         """What stands for one value."""

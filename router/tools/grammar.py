@@ -3,14 +3,13 @@ follow the schemas of their tools. What they let a model write is what its forma
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from router.tools.argument_rules import Arguments, Marker, Rules, json_arguments
-from router.tools.raw_texts import escaped
+from router.tools.raw_texts import escaped, quoted
 from router.tools.schema_kinds import InexpressibleError
 
 
@@ -79,21 +78,20 @@ def grammar_of(form: CallForm, wanted: Wanted, marker: Marker) -> str:
     for name, schema in wanted.tools:
         if not form.is_json and not re.fullmatch(form.name, name):
             raise InexpressibleError("", f"the name {name!r} cannot be written")
-        quoted = json.dumps(name, ensure_ascii=False) if form.is_json else name
+        written = quoted(name) if form.is_json else name
         try:
             arguments = form.arguments(schema, rules, marker)
         except InexpressibleError as error:
             raise InexpressibleError("", f"of {name}: {error}") from error
         heads = " | ".join(
-            " ".join([*_terms(before, marker), _text(quoted), *_terms(between, marker)])
+            " ".join([*_terms(before, marker), _text(written), *_terms(between, marker)])
             for before, between in [(form.before, form.between), *form.also]
         )
         head = f"({heads})" if form.also else heads
         calls.append(rules.rule(" ".join(part for part in [head, arguments, *_terms(form.after, marker)] if part)))
     instead = ""
     if wanted.instead is not None:
-        given = {**wanted.instead, "x-guidance": wanted.spacing}
-        instead = rules.rule(f"%json {json.dumps(given, ensure_ascii=False)}")
+        instead = rules.json_rule({**wanted.instead, "x-guidance": wanted.spacing})
     start = _in_messages if form.messages else _start
     lines = start(form, instead, is_single=is_single, is_forced=wanted.is_forced, marker=marker)
     return "\n".join([lines, f"call: {' | '.join(calls)}", *rules.lines, ""])
@@ -143,4 +141,4 @@ def _terms(parts: Sequence[str], marker: Marker) -> list[str]:
 
 
 def _text(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False) if text else ""
+    return quoted(text) if text else ""

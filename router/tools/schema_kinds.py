@@ -262,6 +262,9 @@ def members_of(branch: Branch) -> tuple[dict[str, Any], Sequence[str], Any]:
 # -- schemas of which one alone may hold
 
 
+_MAY_BOTH_HOLD = "more than one part may hold; use anyOf, or parts that exclude each other"
+
+
 def _check_exclusive(parts: Sequence[Sequence[Branch]], path: str) -> None:
     """Raises `InexpressibleError` where not each two parts are known to exclude each other."""
     holders = [_Holder(number, branch) for number, part in enumerate(parts) for branch in part]
@@ -283,9 +286,6 @@ def _check_exclusive(parts: Sequence[Sequence[Branch]], path: str) -> None:
                     raise InexpressibleError(path, "has too many parts that only their properties tell apart")
                 if not one.excludes(other):
                     raise InexpressibleError(path, _MAY_BOTH_HOLD)
-
-
-_MAY_BOTH_HOLD = "more than one part may hold; use anyOf, or parts that exclude each other"
 
 
 class _Holder:

@@ -1,7 +1,7 @@
 """What following a grammar may cost, by one output. Pure: it is told of times, and reads none.
 
-The bounds by count in `tandem.core.grammar` end one mask after some tens of milliseconds at most. A grammar that makes
-each one take so long would have all threads for itself that make masks. What real schemas take is a twentieth of this.
+The bounds by count in `tandem.core.grammar` end most masks within some tens of milliseconds. A grammar that makes each
+one take so long would have all threads for itself that make masks. What real schemas take is a twentieth of this.
 """
 
 from __future__ import annotations

@@ -141,8 +141,7 @@ def test_a_message_to_a_killed_peer_is_refused_once_that_is_known(
     pair = make_pair("ucx", own_process)
     pair.writer.transport.send(pair.peer, b"alive")
     pair.wait(pair.reader.came, "the message")
-    own_process.process.kill()
-    own_process.process.join()
+    own_process.kill()
     pair.writer.expect("answer", str(pair.peer), None)
 
     def is_refused() -> bool:
@@ -292,8 +291,7 @@ def test_a_killed_peer_fails_writes_in_bounded_time(
     else:
         pair = make_pair(name, own_process)
         assert isinstance(pair.end_of(pair.writer.write(pair.peer, [Descriptor(0, 0, 10)])), WriteCompleted)
-        own_process.process.kill()
-        own_process.process.join()
+        own_process.kill()
     for _ in range(2):
         started_s = time.monotonic()
         end = pair.end_of(pair.writer.write(pair.peer, [Descriptor(0, 0, 1 << 20)]))
@@ -311,7 +309,7 @@ def test_a_peer_that_is_killed_under_a_write_fails_it(
     handle = pair.writer.write(pair.peer, [Descriptor(0, 0, 1 << 20)])
     pair.writer.poll_for(0.3)
     assert not pair.writer.ends(handle), "a stopped peer shows no end"
-    own_process.process.kill()
+    own_process.kill()
     end = pair.end_of(handle)
     assert isinstance(end, WriteFailed)
     assert not end.settled

@@ -31,8 +31,7 @@ def test_nothing_that_was_meant_for_a_killed_process_reaches_its_replacement(
     assert isinstance(pair.end_of(pair.writer.write(pair.peer, SMALL)), WriteCompleted)
     own_process.signal(signal.SIGSTOP)
     under_way = pair.writer.write(pair.peer, SMALL)
-    own_process.process.kill()
-    own_process.process.join()
+    own_process.kill()
 
     same_name = RemoteAgent.make(replacement, "ucx", str(pair.peer), {})
     with pytest.raises(TransportError, match="is taken"):
@@ -80,8 +79,7 @@ def test_the_exit_of_a_writer_is_no_fence_before_its_bytes_were_polled(
     reading.signal(signal.SIGSTOP)
     writing.call("write", writer.agent_name, peer, [Descriptor(0, 4096, 1 << 20)])
     writing.call("poll_for", writer.agent_name, 0.2)
-    writing.process.kill()
-    writing.process.join()
+    writing.kill()
     reading.signal(signal.SIGCONT)
     reading.call("poll_for", reader.agent_name, 0.2)
     assert reader.read(4096, 64) == bytes([3]) * 64

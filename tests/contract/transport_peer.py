@@ -229,13 +229,17 @@ class PeerProcess:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
 
+    def kill(self) -> None:
+        """It is gone, and known to be, on return: the server of forks, which reaps it, tells that later."""
+        self.process.kill()
+        self.process.join()
+
     def end(self) -> None:
         self._conn.close()
         self.signal(signal.SIGCONT) if self.process.is_alive() else None
         self.process.join(5)
         if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
+            self.kill()
 
 
 @dataclass

@@ -11,23 +11,17 @@ docs/benchmarking.md says more; `make docs` puts the files into docs/benchmarks.
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.grid.measure import Grid, Model
+from benchmarks.grid.measure import Grid
 from benchmarks.grid.points import MODELS, Point, all_points
-from benchmarks.peers.__main__ import add_place_options, in_loop, place_of, settings_of, told
-from benchmarks.peers.models import ROOT, made_model
-from benchmarks.peers.servers import CONTESTANTS, TANDEM_COLOCATED, chosen_contestants
-from tandem.bench.load.workload import plain_vocabulary
+from benchmarks.peers.__main__ import told
+from benchmarks.peers.comparisons_command import add_comparison_options, comparisons_of, measured
+from benchmarks.peers.models import Model
 from tandem.core.errors import ConfigError
-from tandem.core.tokenizer import Tokenizer
-
-SERVERS = ("tandem", TANDEM_COLOCATED.name, "peer-colocated")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -38,16 +32,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace, console: Console) -> int:
-    grid = _grid(options, console)
+    grid = Grid(
+        comparisons=comparisons_of(options, console),
+        points=chosen_points(options.points, options.models),
+        model=lambda point: Model.random(console, point.model, MODELS[point.model], point.dtype),
+    )
     if options.dry_run:
         Console().print(plan_table(grid))
         return 0
-    num_failed = in_loop(grid.measure)
-    num_done = sum(map(grid.is_done, grid.points))
-    console.print(f"{grid.directory} holds {num_done} of {len(grid.points)} points", highlight=False, soft_wrap=True)
-    if num_failed:
-        console.print(f"{num_failed} requests failed", style="red", highlight=False)
-    return int(bool(num_failed or grid.failures))
+    return measured(grid, console)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -56,32 +49,8 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--points", nargs="+", metavar="NAME", help="of those that --dry-run lists (default: all)")
     what.add_argument("--models", nargs="+", choices=tuple(MODELS), metavar="NAME",
                       help=f"of {', '.join(MODELS)} (default: all)")  # fmt: skip
-    what.add_argument("--servers", nargs="+", default=SERVERS, metavar="NAME",
-                      help=f"of {', '.join(SERVERS)} (default: all)")  # fmt: skip
-    what.add_argument("--dry-run", action="store_true", help="list the points and what is done of them, and end")
-    where = parser.add_argument_group("with what and where")
-    add_place_options(where)
-    where.add_argument("--out", type=Path, default=ROOT / "docs/figures/grid", metavar="DIR",
-                       help="a file for each point (default: docs/figures/grid)")  # fmt: skip
-    where.add_argument("--fresh", action="store_true", help="measure all anew; what the files hold is lost")
+    add_comparison_options(parser, what, "docs/figures/grid")
     return parser
-
-
-def _grid(options: argparse.Namespace, console: Console) -> Grid:
-    among = [*(each for each in CONTESTANTS if each.name in SERVERS), TANDEM_COLOCATED]
-    contestants, messages = chosen_contestants(options.servers, options.peer_venv, among)
-    for message in messages:
-        console.print(message, highlight=False, soft_wrap=True)
-    return Grid(
-        directory=options.out,
-        points=chosen_points(options.points, options.models),
-        contestants=contestants,
-        place=place_of(options, Path(), ""),
-        model=functools.partial(_model, console),
-        settings=lambda plan, model: settings_of(plan, model.directory, contestants, options.peer_venv),
-        console=console,
-        is_fresh=options.fresh,
-    )
 
 
 def chosen_points(names: list[str] | None, models: list[str] | None) -> list[Point]:
@@ -91,13 +60,6 @@ def chosen_points(names: list[str] | None, models: list[str] | None) -> list[Poi
     if unknown:
         raise ConfigError(f"no point is called {', '.join(sorted(unknown))}; --dry-run lists them", key="--points")
     return [point for point in points if names is None or point.name in names]
-
-
-def _model(console: Console, point: Point) -> Model:
-    """Made at first use."""
-    wanted = MODELS[point.model] if point.dtype == "float32" else {**MODELS[point.model], "dtype": point.dtype}
-    directory = made_model(console, point.model, wanted)
-    return Model(directory, plain_vocabulary(Tokenizer.from_dir(directory)))
 
 
 def plan_table(grid: Grid) -> Table:

@@ -6,12 +6,12 @@ each prompt length and each number of clients. Fewer would not do: 5 prompts mee
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from benchmarks.peers.comparisons import seed_of_name
 from benchmarks.peers.models import MODEL_OPTIONS
 from benchmarks.peers.turns import Load
 
@@ -61,8 +61,8 @@ class Point:
 
     @property
     def seed(self) -> int:
-        """Of its own: a generator with one seed for all may make prompts that begin alike."""
-        return int(hashlib.sha256(self.name.encode()).hexdigest()[:7], 16)
+        """Of its own."""
+        return seed_of_name(self.name)
 
     @property
     def num_requests(self) -> int:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import json
 import os
 import signal
@@ -26,15 +25,13 @@ import uvloop
 from rich.console import Console
 
 from benchmarks.code import Code
-from benchmarks.peers.models import CACHE, MODEL_OPTIONS, ROOT, made_model
+from benchmarks.peers.models import CACHE, MODEL_OPTIONS, ROOT, Model
 from benchmarks.peers.run import Comparison, compare
 from benchmarks.peers.servers import CONTESTANTS, Contestant, Place, chosen_contestants
 from benchmarks.peers.turns import LOADS, GoodputLoad, Measured, Plan, chosen_loads
 from tandem.bench.load.traces import load_trace, scaled
-from tandem.bench.load.workload import plain_vocabulary
 from tandem.bench.machine import machine, versions
 from tandem.core.errors import ConfigError, TandemError
-from tandem.core.tokenizer import Tokenizer
 
 #: What of a checkpoint's `config.json` says how much work it is.
 _SHAPE_KEYS = (
@@ -145,12 +142,11 @@ def _comparison(options: argparse.Namespace, console: Console) -> Comparison:
     )
     entries = [] if goodput is None else load_trace(options.goodput, "azure", limit=goodput.num_requests)
     trace = scaled(entries, lengths=goodput.scale_lengths) if goodput else []
-    model = options.model
-    if model is None:
-        wanted = MODEL_OPTIONS if options.dtype == "float32" else {**MODEL_OPTIONS, "dtype": options.dtype}
-        model = made_model(console, "82m", wanted)
-    tokenizer = Tokenizer.from_dir(model)
-    settings = settings_of(plan, model, contestants, options.peer_venv)
+    if options.model is None:
+        model = Model.random(console, "82m", MODEL_OPTIONS, options.dtype)
+    else:
+        model = Model.of(options.model)
+    settings = settings_of(plan, model.directory, contestants, options.peer_venv)
     code = Code.of()
     ours = {contestant.name: code.digest for contestant in contestants if not contestant.is_peer}
     measured = Measured.opened(options.json, settings, digests=ours, is_fresh=options.fresh)
@@ -158,8 +154,8 @@ def _comparison(options: argparse.Namespace, console: Console) -> Comparison:
         messages.append(f"{measured.num_outdated} runs were of other code of Tandem and are measured anew")
     for message in messages:
         console.print(message, highlight=False, soft_wrap=True)
-    place = place_of(options, model, settings["dtype"])
-    return Comparison(plan, place, contestants, plain_vocabulary(tokenizer), trace, measured, console, code)
+    place = place_of(options, model.directory, settings["dtype"])
+    return Comparison(plan, place, contestants, model.vocabulary, trace, measured, console, code)
 
 
 def settings_of(plan: Plan, model: Path, contestants: Sequence[Contestant], peer_venv: Path | None) -> dict[str, Any]:
@@ -177,7 +173,7 @@ def settings_of(plan: Plan, model: Path, contestants: Sequence[Contestant], peer
     if peer_venv is not None and any(contestant.is_peer for contestant in contestants):
         settings["peer_versions"] = _peer_versions(peer_venv)
     if plan.goodput is not None:
-        settings["goodput"] = dataclasses.asdict(plan.goodput)
+        settings["goodput"] = plan.goodput.settings()
     return settings
 
 

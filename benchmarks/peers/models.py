@@ -7,11 +7,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+
+from tandem.bench.load.workload import plain_vocabulary
+from tandem.core.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
@@ -20,6 +24,25 @@ MODEL_OPTIONS = {
     "arch": "llama", "hidden": 768, "layers": 12, "heads": 12, "kv-heads": 4, "intermediate": 2048, "vocab": 8192,
     "max-positions": 4096,
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint, and what prompts are drawn from."""
+
+    directory: Path
+    vocabulary: Sequence[int]
+
+    @classmethod
+    def of(cls, directory: Path) -> Model:
+        """Raises `ConfigError` where it has no tokenizer."""
+        return cls(directory, plain_vocabulary(Tokenizer.from_dir(directory)))
+
+    @classmethod
+    def random(cls, console: Console, name: str, options: Mapping[str, Any], dtype: str) -> Model:
+        """Made at first use, of `options` of `tools/make_random_model.py` but the type."""
+        wanted = options if dtype == "float32" else {**options, "dtype": dtype}
+        return cls.of(made_model(console, name, wanted))
 
 
 def made_model(console: Console, name: str, wanted: Mapping[str, Any]) -> Path:

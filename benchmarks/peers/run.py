@@ -6,24 +6,22 @@ import asyncio
 import functools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from benchmarks.code import PACKAGES, Code
+from benchmarks.peers.idle import Idleness, answered
 from benchmarks.peers.servers import Contestant, Place, command_line
-from benchmarks.peers.turns import ANSWERS, GoodputLoad, Load, Measured, Plan, Turn, seed_of, turns
-from tandem.bench.goodput import GoodputSearch, search_goodput
-from tandem.bench.load.drive import PATH, record_of
+from benchmarks.peers.turns import ANSWERS, Load, Measured, Plan, SearchedLoad, Turn, seed_of, turns
+from tandem.bench.goodput import search_goodput
 from tandem.bench.load.http_client import LoadClient, get
-from tandem.bench.load.records import Slo
 from tandem.bench.load.trace_entry import TraceEntry
-from tandem.bench.load.workload import body_of, fixed_lengths, make_jobs
+from tandem.bench.load.workload import fixed_lengths, make_jobs
 from tandem.bench.machine import now
 from tandem.bench.other_load import OtherLoad
-from tandem.bench.rate_search import RateSearch
 from tandem.bench.report.progress import shown
 from tandem.bench.report.results import Run
 from tandem.bench.server import connected
@@ -34,7 +32,6 @@ from tandem.core.errors import TandemError
 #: Tandem's count of prompt tokens by the role that computed them; metrics of others have no such name.
 _COUNTER = re.compile(rb'^tandem_prompt_tokens_computed_total\{role="(\w+)"\} (\S+)$', re.MULTILINE)
 _OK = 200
-_START_RATE = 2.0  # requests a second; where the search for goodput begins
 #: Workers report their counts some times a second: when two readings this far apart agree, all have.
 _BETWEEN_READINGS_S = 1.0
 _SETTLE_S = 30.0
@@ -50,7 +47,7 @@ class Comparison:
     place: Place
     contestants: Sequence[Contestant]
     vocabulary: Sequence[int]
-    trace: Sequence[TraceEntry]  # scaled; of the search for goodput
+    trace: Sequence[TraceEntry]  # of the search for goodput
     measured: Measured
     console: Console
     code: Code  # of Tandem, when the comparison began
@@ -129,11 +126,8 @@ async def _answers(comparison: Comparison) -> list[list[str]]:
     try:
         served = await connected(client, url, None)
         for job in make_jobs(entries, vocabulary=comparison.vocabulary, seed=seed):
-            outcome = await client.request(client.message("POST", PATH, body_of(job, served.name, ignore_eos=True)))
-            record = record_of(job, outcome, began_s=outcome.sent_s)
-            if outcome.stream is None or not record.is_good:
-                raise TandemError(f"a prompt was not answered ({record.failure}): {record.message}")
-            answers.append(outcome.stream.texts)
+            _, stream = await answered(client, job, served.name)
+            answers.append(stream.texts)
     finally:
         client.close()
     return answers
@@ -157,24 +151,31 @@ async def _run_load(comparison: Comparison, load: Load, seed: int) -> dict[str, 
     return {"date": now(), "seed": seed, "prompt_tokens_computed": computed, **run}
 
 
-async def _search(comparison: Comparison, load: GoodputLoad) -> dict[str, Any]:
-    search = GoodputSearch(Slo(load.slo_ttft_s, load.slo_tpot_s), load.share, RateSearch(_START_RATE))
+async def _search(comparison: Comparison, load: SearchedLoad) -> dict[str, Any]:
+    search = load.search()
     session = _session(comparison, comparison.trace, comparison.plan.seed)
     await session.open()
-    show = functools.partial(shown, total=len(comparison.trace), console=comparison.console)
-    await search_goodput(session, search, show)
+    show = functools.partial(shown, console=comparison.console)
+    async with Idleness.measured(session.target.url, comparison.vocabulary) as idleness:
+        await search_goodput(session, search, show, ready=idleness.wait)
     if session.was_interrupted:
         raise KeyboardInterrupt
-    probes = [
-        {
-            "rate": probe.shape.rate,
-            "is_partial": probe.load.is_partial,
-            "share": probe.summary.goodput.share if probe.summary.goodput else None,
-            "num_failed": probe.summary.num_failed,
-        }
-        for probe in search.probes
-    ]
-    return {"date": now(), **search.as_json(), "probes": probes}
+    return {"date": now(), **search.as_json(), "probes": [_probe(probe) for probe in search.probes]}
+
+
+def _probe(probe: Run) -> dict[str, Any]:
+    """Of one that was stopped early the share is of what had been sent by then."""
+    summary = probe.summary
+    latencies = {"ttft_s": summary.ttft_s, "tpot_s": summary.tpot_s, "lateness_s": summary.lateness_s}
+    return {
+        "rate": probe.shape.rate,
+        "num_requests": summary.num_requests,
+        "duration_s": summary.duration_s,
+        "is_partial": probe.load.is_partial,
+        "share": summary.goodput.share if summary.goodput else None,
+        "num_failed": summary.num_failed,
+        **{name: None if found is None else asdict(found) for name, found in latencies.items()},
+    }
 
 
 def _session(comparison: Comparison, entries: Sequence[TraceEntry], seed: int) -> Session:

@@ -16,8 +16,11 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from tandem.bench.goodput import GoodputSearch
+from tandem.bench.load.records import Slo
+from tandem.bench.rate_search import RateSearch
 from tandem.bench.repetitions import rotated
 from tandem.bench.report import json_file
 from tandem.core.errors import ConfigError
@@ -58,6 +61,16 @@ LOADS = (
 ANSWERS = Load("answers", 128, 64, 1, num_requests=8)
 
 
+class SearchedLoad(Protocol):
+    """A load whose highest rate is searched."""
+
+    def settings(self) -> dict[str, Any]:
+        """What must be equal for two searches to compare, as JSON reads it back."""
+
+    def search(self) -> GoodputSearch:
+        """One that has not begun."""
+
+
 @dataclass(frozen=True)
 class GoodputLoad:
     """A trace's lengths at Poisson rates, and the SLO to keep there; times in seconds."""
@@ -68,6 +81,13 @@ class GoodputLoad:
     slo_ttft_s: float = 3.0
     slo_tpot_s: float = 0.05
     share: float = 0.9
+    start_rate: float = 2.0  # requests a second; where the search begins
+
+    def settings(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def search(self) -> GoodputSearch:
+        return GoodputSearch(Slo(self.slo_ttft_s, self.slo_tpot_s), self.share, RateSearch(self.start_rate))
 
 
 @dataclass(frozen=True)
@@ -79,7 +99,7 @@ class Plan:
     num_repetitions: int = 3
     seed: int = 1
     num_warm_up: int = 4
-    goodput: GoodputLoad | None = None
+    goodput: SearchedLoad | None = None
     has_answers: bool = True  # also ask some prompts one by one, and keep the texts
 
 

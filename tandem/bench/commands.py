@@ -70,7 +70,7 @@ def goodput(options: argparse.Namespace) -> int:
         options.share,
         RateSearch(options.start_rate, precision=options.precision, max_probes=options.max_probes),
     )
-    show = functools.partial(shown, total=len(session.workload.entries), console=console, is_wanted=options.progress)
+    show = functools.partial(shown, console=console, is_wanted=options.progress)
 
     async def search_all() -> None:
         await session.open()

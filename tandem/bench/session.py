@@ -107,23 +107,29 @@ class Session:
         if shape.name == "trace" and any(entry.arrival_s is None for entry in self.workload.entries):
             raise ConfigError("this load has no arrival times: give --rate or --concurrency", key="--rate")
 
-    async def measure(self, shape: Shape, *, number: int = 0, watch: Watcher = lambda _: True) -> Load:
+    async def measure(
+        self, shape: Shape, *, number: int = 0, limit: int | None = None, watch: Watcher = lambda _: True
+    ) -> Load:
         """One run. Each `number` has prompts of its own, and the same lengths and pattern of arrivals.
 
         It ends early, and is then partial, when `watch` returns `False` or on SIGINT.
+
+        Args:
+            limit: only the first so many of the workload's requests, which hold no conversations.
         """
-        make = self._make_driver(f"{self.workload.seed}:{number}")
+        workload = dataclasses.replace(self.workload, entries=self.workload.entries[:limit])
+        make = self._make_driver(workload, f"{workload.seed}:{number}")
         if shape.concurrency is not None:
             concurrency = shape.concurrency
             return await self._drive(make, watch, lambda driver: driver.closed_loop(concurrency))
-        arrivals_s = self._arrivals_s(shape)
+        arrivals_s = self._arrivals_s(workload, shape)
         return await self._drive(make, watch, lambda driver: driver.open_loop(arrivals_s))
 
-    def _arrivals_s(self, shape: Shape) -> list[float]:
+    def _arrivals_s(self, workload: Workload, shape: Shape) -> list[float]:
         if shape.rate is not None:
-            return poisson_arrivals(self.workload.num_arriving, shape.rate, str(self.workload.seed))
+            return poisson_arrivals(workload.num_arriving, shape.rate, str(workload.seed))
         self.check(shape)
-        return [entry.arrival_s for entry in self.workload.entries if entry.arrival_s is not None]
+        return [entry.arrival_s for entry in workload.entries if entry.arrival_s is not None]
 
     async def _warm_up(self) -> None:
         if not self.workload.num_warm_up:
@@ -143,8 +149,7 @@ class Session:
         (conversation,) = make_conversations(plan, "first")
         return lambda model: (conversation.path, conversation.body(model, ignore_eos=self.target.ignore_eos))
 
-    def _make_driver(self, seed: str) -> MakeDriver:
-        workload = self.workload
+    def _make_driver(self, workload: Workload, seed: str) -> MakeDriver:
         if workload.plan is not None:
             return self._converse(workload.plan, seed)
         return self._send(make_jobs(workload.entries, vocabulary=workload.vocabulary, seed=seed))

@@ -10,7 +10,7 @@ of tokens is the server's own (`usage`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 TokenSource = Literal["usage", "limit", "events"]
 
@@ -70,6 +70,16 @@ class RequestRecord:
         return self.event_s[1] - self.event_s[0] if len(self.event_s) > 1 else None
 
 
+class Objective(Protocol):
+    """What a request must keep to count as good."""
+
+    def is_met_by(self, record: RequestRecord) -> bool:
+        """A failed request never meets it."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Its bounds as plain data; seconds."""
+
+
 @dataclass(frozen=True, slots=True)
 class Slo:
     """What a request must keep to count as good; seconds, `None`: any value will do."""
@@ -84,3 +94,7 @@ class Slo:
         if self.ttft_s is not None and record.ttft_s > self.ttft_s:
             return False
         return self.tpot_s is None or (record.tpot_s or 0.0) <= self.tpot_s
+
+    def as_json(self) -> dict[str, Any]:
+        """Its bounds as plain data."""
+        return {"slo_ttft_s": self.ttft_s, "slo_tpot_s": self.tpot_s}

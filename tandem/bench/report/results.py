@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.bench.load.drive import Load
-from tandem.bench.load.records import Slo
+from tandem.bench.load.records import Objective
 from tandem.bench.machine import machine, now, versions
 from tandem.bench.report.json_file import read_format
 from tandem.bench.report.summary import Summary, summarise
@@ -27,7 +27,7 @@ class Run:
     summary: Summary
 
     @classmethod
-    def of(cls, shape: Shape, load: Load, slo: Slo | None) -> Run:
+    def of(cls, shape: Shape, load: Load, slo: Objective | None) -> Run:
         return cls(shape, load, summarise(load.records, load.duration_s, slo))
 
     def as_json(self, *, with_records: bool) -> dict[str, Any]:

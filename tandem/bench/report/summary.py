@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tandem.bench.load.records import RequestRecord, Slo
+from tandem.bench.load.records import Objective, RequestRecord
 
 PERCENTILES = (50, 90, 99)
 
@@ -28,7 +28,7 @@ class Distribution:
 class Goodput:
     """How many requests kept an SLO."""
 
-    slo: Slo
+    slo: Objective
     num_good: int
     share: float  # of all that were sent: a failed request has not kept it
     per_s: float
@@ -122,7 +122,7 @@ def distribution(values: Sequence[float]) -> Distribution | None:
     return Distribution(len(ordered), math.fsum(ordered) / len(ordered), p50, p90, p99, ordered[-1])
 
 
-def summarise(records: Sequence[RequestRecord], duration_s: float, slo: Slo | None = None) -> Summary:
+def summarise(records: Sequence[RequestRecord], duration_s: float, slo: Objective | None = None) -> Summary:
     """The figures of `records`, the requests of a run that took `duration_s`."""
     good = [record for record in records if record.is_good]
     failed = [record for record in records if not record.is_good]
@@ -157,7 +157,7 @@ def summarise(records: Sequence[RequestRecord], duration_s: float, slo: Slo | No
     )
 
 
-def goodput(records: Sequence[RequestRecord], duration_s: float, slo: Slo) -> Goodput:
+def goodput(records: Sequence[RequestRecord], duration_s: float, slo: Objective) -> Goodput:
     """How many of all requests kept `slo`."""
     num_good = sum(slo.is_met_by(record) for record in records)
     share = num_good / len(records) if records else 0.0

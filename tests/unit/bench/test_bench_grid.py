@@ -16,10 +16,12 @@ from benchmarks import docs
 from benchmarks.code import Code
 from benchmarks.grid import __main__ as command
 from benchmarks.grid.figures import AIMS, geometric_mean, point_of, ratio
-from benchmarks.grid.measure import Grid, Model, duration
+from benchmarks.grid.measure import Grid
 from benchmarks.grid.points import CLIENTS, INPUTS, MODELS, OUTPUTS, Point, all_points, covering, opened, pairs
 from benchmarks.grid.section import section
 from benchmarks.peers import run
+from benchmarks.peers.comparisons import Comparisons, duration
+from benchmarks.peers.models import Model
 from benchmarks.peers.servers import Contestant, Place
 from benchmarks.peers.turns import read
 from tandem.bench.server_process import Command
@@ -227,15 +229,17 @@ def grid(directory: Path, *points: Point) -> Grid:
 
     names = [("tandem", False), ("peer-colocated", True)]
     return Grid(
-        directory=directory / "grid",
+        comparisons=Comparisons(
+            directory=directory / "grid",
+            contestants=[Contestant(name, name, commands, is_peer=is_peer) for name, is_peer in names],
+            place=Place(Path(), free_port(), (0,), directory / "logs"),
+            settings=lambda plan, _: {"loads": {load.name: load.settings() for load in plan.loads}},
+            console=Console(file=io.StringIO(), width=200),
+            packages=directory,
+        ),
         points=points,
-        contestants=[Contestant(name, name, commands, is_peer=is_peer) for name, is_peer in names],
-        place=Place(Path(), free_port(), (0,), directory / "logs"),
         model=lambda _: Model(directory, range(128, 256)),
-        settings=lambda plan, _: {"loads": {load.name: load.settings() for load in plan.loads}},
-        console=Console(file=io.StringIO(), width=200),
         num_warm_up=1,
-        packages=directory,
     )
 
 
@@ -250,26 +254,26 @@ async def test_a_tiny_grid_and_its_resumption(tmp_path: Path) -> None:
     assert not tiny.is_done(CLOSED)
     assert await tiny.measure() == 0
     assert (tiny.failures, [tiny.is_done(point) for point in tiny.points]) == ({}, [True, True])
-    held = read(tiny.path(CLOSED))
+    held = read(tiny.comparisons.path(CLOSED))
     assert point_of(held) == CLOSED
     assert {each["contestant"] for each in held["runs"]} == {"tandem", "peer-colocated"}
     assert {each["seed"] for each in held["runs"]} == {CLOSED.seed + 100}
     assert all(each["figures"]["itl_s"]["num"] >= 1000 for each in held["runs"])
     assert held["answers"] == []
     (peer,) = (each for each in held["runs"] if each["contestant"] == "peer-colocated")
-    rate = read(tiny.path(OPEN))["settings"]["loads"][OPEN.name]["rate"]
+    rate = read(tiny.comparisons.path(OPEN))["settings"]["loads"][OPEN.name]["rate"]
     assert rate == pytest.approx(0.9 * peer["figures"]["requests_per_s"], abs=1e-4)
-    assert all(each["figures"]["lateness_s"] is not None for each in read(tiny.path(OPEN))["runs"])
+    assert all(each["figures"]["lateness_s"] is not None for each in read(tiny.comparisons.path(OPEN))["runs"])
 
     # Again there is nothing to do; with other sources, ours alone is measured anew.
-    before = [tiny.path(point).read_text() for point in tiny.points]
+    before = [tiny.comparisons.path(point).read_text() for point in tiny.points]
     assert await tiny.measure() == 0
-    assert [tiny.path(point).read_text() for point in tiny.points] == before
+    assert [tiny.comparisons.path(point).read_text() for point in tiny.points] == before
     (tmp_path / "tandem").mkdir()
     (tmp_path / "tandem" / "new.py").write_text("")
     assert not tiny.is_done(CLOSED)
     assert await tiny.measure() == 0
-    again = read(tiny.path(CLOSED))
+    again = read(tiny.comparisons.path(CLOSED))
     assert [each for each in again["runs"] if each["contestant"] == "peer-colocated"] == [peer]
     assert tiny.is_done(OPEN)
 
@@ -283,7 +287,7 @@ async def test_a_point_that_cannot_be_measured_is_noted_and_the_others_go_on(tmp
     assert "ended with 1 before it was ready" in tiny.failures[wrong.name]
     assert "its rate is not known" in tiny.failures[f"{wrong.name}-open"]
     assert [tiny.is_done(point) for point in tiny.points] == [False, False, True]
-    assert "left" in tiny.console.file.getvalue()  # type: ignore[attr-defined]
+    assert "left" in tiny.comparisons.console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_how_long_it_takes() -> None:

@@ -190,7 +190,6 @@ def comparison(tmp_path: Path, port: int, *, loads: tuple[Load, ...], goodput: G
 @pytest.mark.processes
 async def test_a_comparison_and_its_resumption(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_BETWEEN_READINGS_S", 0.01)
-    monkeypatch.setattr(run, "_START_RATE", 100.0)
     small = (Load("A", 16, 4, 2, num_requests=6), Load("B", 8, 3, 1, num_requests=2))
     assert await compare(comparison(tmp_path, port, loads=small[:1])) == 0
     ours, other = read(tmp_path / "peers.json")["runs"]
@@ -209,7 +208,8 @@ async def test_a_comparison_and_its_resumption(tmp_path: Path, port: int, monkey
     assert [item["contestant"] for item in answers] == ["ours", "other"]
     assert answers[0]["answers"] == answers[1]["answers"] == [[f"{n} " for n in range(64)]] * 8
 
-    resumed = comparison(tmp_path, port, loads=small, goodput=GoodputLoad("t.csv", 4, slo_ttft_s=60, slo_tpot_s=60))
+    searched = GoodputLoad("t.csv", 4, slo_ttft_s=60, slo_tpot_s=60, start_rate=100.0)
+    resumed = comparison(tmp_path, port, loads=small, goodput=searched)
     assert await compare(resumed) == 0
     content = read(tmp_path / "peers.json")
     assert content["runs"][:2] == [ours, other]

@@ -29,7 +29,7 @@ IN_PAIRS := $(BIN)/python -m pytest -n 2 --dist worksteal --durations=15
 # For those that start processes, and wait for them most of the time: two files at a time, the folders in their order.
 BY_FILE := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=40
 
-.PHONY: help setup serve bench bench-grid quick test test-faults test-hosts test-image soak check check-types check-all-else stubs docs wheel lock clean distclean
+.PHONY: help setup serve bench bench-grid bench-goodput quick test test-faults test-hosts test-image soak check check-types check-all-else stubs docs wheel lock clean distclean
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -54,6 +54,9 @@ bench: $(STAMP)  ## measure Tandem and, with PEER_VENV=DIR, vLLM, in turn on the
 
 bench-grid: $(STAMP)  ## measure a grid of loads on Tandem, Tandem colocated and, with PEER_VENV=DIR, vLLM (hours; goes on where it was)
 	@$(BIN)/python -m benchmarks.grid --out $(FIGURES)/grid $(ARGS)
+
+bench-goodput: $(STAMP)  ## search the goodput of Tandem, Tandem colocated and, with PEER_VENV=DIR, vLLM on five mixes (1.5 hours; goes on where it was)
+	@$(BIN)/python -m benchmarks.goodput --out $(FIGURES)/goodput $(ARGS)
 
 quick: $(STAMP)  ## run the tests that start no process and take no seconds
 	@$(IN_PAIRS) -m "not processes and not long and not faults and not soak and not hosts" $(TESTS) $(ARGS)

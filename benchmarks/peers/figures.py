@@ -80,6 +80,13 @@ GAP_GOALS = {("tandem", load): _at_most(2.0) for load in ("B", "C")}
 GOODPUT_GOAL = _at_least(1.5)
 
 
+def judged(value: Spread | None, goal: Goal | None) -> str:
+    """How its median stands to the goal; empty where there is no such."""
+    if value is None or goal is None:
+        return ""
+    return f"{goal}: {'reached' if goal.is_reached_by(value.median) else '**missed**'}"
+
+
 def runs_of(runs: Sequence[Run], contestant: str, load: str) -> dict[int, Run]:
     """By repetition."""
     return {run["repetition"]: run for run in runs if (run["contestant"], run["load"]) == (contestant, load)}

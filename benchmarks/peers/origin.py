@@ -62,6 +62,11 @@ def are_together(first: Run, second: Run) -> bool:
     return abs(datetime.fromisoformat(first["date"]) - datetime.fromisoformat(second["date"])) <= TOGETHER
 
 
+def hours() -> str:
+    """How far apart two runs may be to be compared."""
+    return f"{TOGETHER / timedelta(hours=1):g} hours"
+
+
 def together(first: Mapping[int, Run], second: Mapping[int, Run]) -> dict[int, Run]:
     """Those of `first` that have a run of the same repetition in `second`, not too long before or after."""
     return {number: run for number, run in first.items() if number in second and are_together(run, second[number])}

@@ -1,0 +1,1 @@
+"""Goodput on mixes of short and long prompts: the highest rate of requests that nearly all are served well."""

@@ -28,7 +28,7 @@ class Effort:
     length: ProbeLength = _LENGTH
     precision: float = 1.1
     max_probes: int = 16
-    max_s: float = 130.0
+    max_s: float = 120.0
 
 
 @dataclass(frozen=True)

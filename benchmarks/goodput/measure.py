@@ -90,7 +90,11 @@ class Goodput:
             return await self.comparisons.compare(point, plan, self.model(point))
         load = self._load(point, mix)
         if load is None:
-            raise TandemError(f"its targets are not known: {point.alone.name} was not measured")
+            path = self.comparisons.path(point.alone)
+            raise TandemError(
+                f"its targets are not known: {point.alone.name} was not measured, or a request of it failed; "
+                f"see {path}, and measure it anew with --fresh"
+            )
         held = self.comparisons.held(point)
         return await self.comparisons.compare(
             point,

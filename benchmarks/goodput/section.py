@@ -76,7 +76,8 @@ def _rates(found: dict[Point, Content]) -> Iterator[str]:
             if ours is not None and peer is not None:
                 over_peer, judgement = goodput_ratio_words(ours, peer, GOODPUT_GOAL)
                 ratio = goodput_ratio(ours, peer)
-                ratios += [ratio] if ratio else []
+                if ratio and not open_end(ours) + open_end(peer):  # a bound is no ratio
+                    ratios.append(ratio)
                 num_judged, num_reached = num_judged + bool(judgement), num_reached + judgement.endswith(": reached")
             if ours is not None and colocated is not None:
                 over_colocated, _ = goodput_ratio_words(ours, colocated, None)
@@ -84,8 +85,9 @@ def _rates(found: dict[Point, Content]) -> Iterator[str]:
             yield f"| {mix.name} | {dtype} | {' | '.join([*rates, over_peer, judgement, over_colocated])} |"
     if num_judged:
         yield ""
-        mean = f"; the geometric mean of the ratios is {geometric_mean(ratios):.2f}" if ratios else ""
-        yield from wrapped(f"The goal, {GOODPUT_GOAL} times vLLM's, is reached in {num_reached} of {num_judged}{mean}.")
+        mean = f"; the geometric mean of the ratios that are known is {geometric_mean(ratios):.2f}" if ratios else ""
+        goal = f"The goal, {GOODPUT_GOAL.bound:g} times vLLM's"
+        yield from wrapped(f"{goal}, is reached in {num_reached} of {num_judged}{mean}.")
 
 
 def _rate(search: Run | None, precision: float) -> str:

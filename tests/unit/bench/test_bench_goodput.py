@@ -330,7 +330,9 @@ def test_the_section_has_a_row_for_each_mix_and_type_and_says_what_was_not_measu
     for mix in MIXES[2:]:
         for dtype in TYPES:
             assert row(page, mix.name, dtype) == f"| {mix.name} | {dtype} | {none} | {none} | {none} |  |  |  |"
-    assert "reached in 1 of 2; the geometric mean of the ratios is 1.55." in page
+    flowing = page.replace("\n", " ")
+    assert "The goal, 1.5 times vLLM's, is reached in 1 of 2; the geometric mean of the ratios that" in flowing
+    assert " known is 1.55." in flowing
     assert "| mostly-short | 7 of 8: 96 / 64, 1 of 8: 2,048 / 64 |" in page
     assert "Warning" not in page
 
@@ -347,7 +349,7 @@ def test_a_search_that_does_not_know_says_so() -> None:
     assert (cells[2], *cells[4:7]) == ("3.00 (fails from 4.00)", "< 0.50", "", "")
     cells = row(page, "long-outputs", "float32").split(" | ")
     assert (cells[2], *cells[5:7]) == ("< 0.50", "0.00", "≥ 1.5: **missed**")
-    assert "reached in 0 of 2" in page
+    assert "is reached in 0 of 2." in page, "bounds have no mean"
 
 
 def test_requests_alone_are_told_and_whose_make_the_targets() -> None:
@@ -413,7 +415,7 @@ async def test_requests_alone_then_a_mix_and_its_resumption(tmp_path: Path, monk
     # A mix alone has no targets.
     tiny = goodput(tmp_path, mix)
     assert await tiny.measure() == 0
-    assert tiny.failures == {mix.name: "its targets are not known: 82m-float32-alone was not measured"}
+    assert "its targets are not known: 82m-float32-alone was not measured" in tiny.failures[mix.name]
 
     tiny = goodput(tmp_path, mix.alone, mix)
     assert [tiny.is_done(point) for point in tiny.points] == [False, False]

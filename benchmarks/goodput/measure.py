@@ -28,6 +28,7 @@ class Goodput:
     Attributes:
         mix: of a point; `None`: it is of requests alone.
         alone_loads: closed loads of one client, by rising length.
+        slo: of what requests take alone.
     """
 
     comparisons: Comparisons
@@ -36,6 +37,7 @@ class Goodput:
     mix: Callable[[Point], Mix | None]
     alone_loads: tuple[Load, ...]
     effort: Effort
+    slo: Callable[[tuple[tuple[int, float], ...]], SloByPrompt] = SloByPrompt
     failures: dict[str, str] = field(default_factory=dict)  # by point, of the last `measure`
 
     def is_done(self, point: Point) -> bool:
@@ -66,7 +68,7 @@ class Goodput:
         alone = alone_ttft_s({**held, "runs": current}, whose) if whose else ()
         if [num_input for num_input, _ in alone] != [load.num_input for load in self.alone_loads]:
             return None
-        return MixLoad(mix, SloByPrompt(alone), self.effort)
+        return MixLoad(mix, self.slo(alone), self.effort)
 
     async def measure(self) -> int:
         """Do what is left to do; how many requests failed in that, but for those of rates that were too high. A point

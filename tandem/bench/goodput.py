@@ -33,7 +33,8 @@ class GoodputSearch:
 
     Attributes:
         length: of a probe; `None`: it sends the whole workload.
-        max_s: no probe begins when those before have taken so long together.
+        max_s: no probe begins when those before have taken so long together, and none, but the first, whose requests
+            alone would come for longer than that.
     """
 
     slo: Objective
@@ -45,7 +46,11 @@ class GoodputSearch:
 
     @property
     def is_done(self) -> bool:
-        return self.rates.is_done or math.fsum(probe.load.duration_s for probe in self.probes) >= self.max_s
+        if self.rates.is_done or not self.probes:
+            return self.rates.is_done
+        spent_s = math.fsum(probe.load.duration_s for probe in self.probes)
+        next_s = 0.0 if self.length is None else self.length.num(self.rates.rate) / self.rates.rate
+        return max(spent_s, next_s) >= self.max_s
 
     def num_allowed(self, num_requests: int) -> int:
         """So many of them may miss the SLO."""

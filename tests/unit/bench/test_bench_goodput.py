@@ -94,6 +94,20 @@ async def test_no_probe_begins_when_the_time_is_up() -> None:
     assert search.as_json()["failed_from_per_s"] is None
 
 
+async def test_a_rate_so_low_that_its_requests_take_too_long_to_come_is_not_tried() -> None:
+    async with serving(Peer(well_behaved)) as url:
+        session = Session(Target(url), Workload(fixed_lengths(40, 8, 2), range(128, 256), num_warm_up=0))
+        await session.open()
+        length = ProbeLength(40, 0.0, 40)  # eight seconds at 5 requests/s
+        search = GoodputSearch(Slo(1e-9), 1.0, RateSearch(40.0), length, max_s=6.0)
+        await search_goodput(session, search, lambda title, total: shown(title, total, console=QUIET))
+        late = GoodputSearch(Slo(60.0, 60.0), 0.9, RateSearch(40.0, max_probes=1), length, max_s=0.01)
+        await search_goodput(session, late, lambda title, total: shown(title, total, console=QUIET))
+    assert [probe.shape.rate for probe in search.probes] == [40.0, 20.0, 10.0]
+    assert search.as_json()["failed_from_per_s"] == 10.0
+    assert len(late.probes) == 1, "the first is tried, or nothing would be known"
+
+
 # --- a server that is idle --------------------------------------------------------------------------------------------
 
 

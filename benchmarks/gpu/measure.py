@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.timing import timed
 from kvtransfer.digest import digests_of
 from tandem.core.errors import ConfigError
+from tandem.core.pages import page_table
 from tandem.core.sampling import SampleRow, SamplingParams, SequenceState
 from tandem.engine import loader
 from tandem.engine.arena import TORCH_DTYPES, KVArena
@@ -172,7 +173,9 @@ def decode_times(engine: Engine, batch: int, context: int, *, num_steps: int) ->
     """Of a step of `batch` sequences, whose contexts grow by `num_steps` around `context`."""
     first = context - num_steps // 2
     num_pages = engine.layout.num_pages_for(first + num_steps)
-    pages = [[(index * num_pages + page) % engine.num_pages for page in range(num_pages)] for index in range(batch)]
+    pages = [
+        page_table((index * num_pages + page) % engine.num_pages for page in range(num_pages)) for index in range(batch)
+    ]
     sampler = engine.sampler()
     params = [SamplingParams(seed=seed) for seed in range(batch)]
     states = [SequenceState(()) for _ in range(batch)]

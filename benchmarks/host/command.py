@@ -87,6 +87,7 @@ def _stepped(num_sequences: int, context: int, num_steps: int, tell: Callable[[s
     garbage.settle()  # as a worker that is ready
     steps.admit()
     first_s = max(steps.times_s(_NUM_FIRST))
+    steps.settle()
     median_s = statistics.median(steps.times_s(num_steps))
     between_s = statistics.median(steps.times_between_s(num_steps))
     gc.unfreeze()

@@ -14,7 +14,8 @@ from tandem.core.page_keys import PageKeys
 from tandem.core.pages import PagePool, next_page_keys, pages_for
 from tandem.core.sampling import SamplingParams
 from tandem.core.token_ids import TokenIds, token_ids
-from tandem.engine.batch import build_batch, check_pages, check_sequence
+from tandem.engine.batch import build_batch, check_sequence
+from tandem.engine.block_tables import BlockTables
 from tandem.engine.layout import KVLayout
 from tandem.worker.batch import Batch, SchedulerLimits
 from tandem.worker.runner import inputs_of
@@ -42,7 +43,13 @@ class Steps:
         pool = PagePool(num_sequences * pages_for(self._max_context, PAGE_SIZE), PAGE_SIZE)
         limits = SchedulerLimits(num_sequences, max(2048, num_sequences), 512, num_sequences)
         self._scheduler = BatchScheduler(pool, limits, salt=_SALT)
+        self._tables = BlockTables(pages_for(self._max_context, PAGE_SIZE), pool.num_pages, device=_CPU)
         self._sampled = [[7]] * num_sequences
+
+    @property
+    def num_pages_written(self) -> int:
+        """Of block tables, so far."""
+        return self._tables.num_written
 
     def admit(self) -> None:
         """All handoffs come."""
@@ -56,6 +63,11 @@ class Steps:
             assert pages is not None
             self._scheduler.enter(job.begin_choice(self._scheduler.groups, 0, [7], pages, 0))
 
+    def settle(self) -> None:
+        """What came with the handoffs is in the prefix cache, as it is after some steps: each adds a part of it."""
+        for sequence in self._scheduler.running:
+            self._scheduler.publish_computed(sequence)
+
     def run(self) -> None:
         """One step; each sequence gets a token."""
         batch = self._scheduler.schedule()
@@ -65,8 +77,8 @@ class Steps:
     def _lay_out(self, batch: Batch) -> None:
         inputs = inputs_of(batch)
         for sequence in inputs:
-            check_sequence(sequence, _LAYOUT, self._scheduler.pool.num_pages, _VOCAB, self._max_context)
-        check_pages(build_batch(inputs, PAGE_SIZE, _CPU).block_tables, self._scheduler.pool.num_pages)
+            check_sequence(sequence, _LAYOUT, _VOCAB, self._max_context)
+        build_batch(inputs, PAGE_SIZE, _CPU, self._tables)
 
     def times_s(self, num_steps: int, clock: Callable[[], float] = time.thread_time) -> list[float]:
         """Of each of the next steps."""

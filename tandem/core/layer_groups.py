@@ -156,7 +156,7 @@ class LayerGroups:
         see."""
         return self.whole_places(num_pages if self.num_windowed else num_pages + num_hidden, num_hidden)
 
-    def tables(self, pages: Sequence[int], num_hidden: int, num_places: int) -> tuple[PageTable[int], PageTable[int]]:
+    def tables(self, pages: Sequence[int], num_hidden: int, num_places: int) -> tuple[PageTable, PageTable]:
         """Block tables of a text of `num_places` places whose held pages are these, in one list: of the layers that see
         all, and of those with a window, `num_windowed` for each place; where all see alike, the first one only.
 
@@ -168,7 +168,7 @@ class LayerGroups:
         end = num_hidden + (len(pages) - num_places) // num_windowed  # of places with all pages
         after = num_hidden + (end - num_hidden) * self.num_of_place
         both = pages[num_hidden:after]
-        windowed = page_table([0]) * (num_hidden * num_windowed)
+        windowed = page_table(page_table([0]) * (num_hidden * num_windowed))
         windowed.extend(page for index, page in enumerate(both) if index % self.num_of_place)
         table = page_table(pages[:num_hidden])
         table.extend(both[:: self.num_of_place])
@@ -176,7 +176,7 @@ class LayerGroups:
         return table, windowed
 
     def listed(
-        self, pages: PageTable[int], windowed: PageTable[int], num_hidden: int, first: int = 0, last: int | None = None
+        self, pages: PageTable, windowed: PageTable, num_hidden: int, first: int = 0, last: int | None = None
     ) -> Sequence[int]:
         """In one list, the held pages of places `[first, last)`, by default of all; the reverse of `tables`."""
         last = len(pages) if last is None else last

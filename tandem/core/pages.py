@@ -26,6 +26,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex, cast
 
 _KEY_BYTES = hashlib.sha256().digest_size
 
@@ -145,12 +146,48 @@ def windowed_key(key: bytes, group: int) -> bytes:
     return key + bytes((group,))
 
 
-#: The pages of one sequence in the order of its tokens, int32: grows in place, and numpy copies it without a walk.
-PageTable = array
+if TYPE_CHECKING:  # until Python 3.12 an array has no items when a class is made
+    _Int32s = array[int]
+else:
+    _Int32s = array
 
 
-def page_table(pages: Iterable[int] = ()) -> PageTable[int]:
-    return array("i", pages)
+class PageTable(_Int32s):
+    """The pages of one sequence in the order of its tokens, int32: grows in place, and numpy copies it without a walk.
+
+    Attributes:
+        num_edits: how often pages in it were replaced or taken away, by the ways below. While it stays the same,
+            whoever has a copy needs only what was appended.
+    """
+
+    __slots__ = ("num_edits",)
+
+    num_edits: int
+
+    def __new__(cls, pages: Iterable[int] = ()) -> Self:
+        table = cast(Self, super().__new__(cls, "i", pages))
+        table.num_edits = 0
+        return table
+
+    def hide(self, begin: int, end: int) -> None:
+        """Let page 0 stand for pages `[begin, end)`, which nobody reads any more: copies may keep what they have."""
+        super().__setitem__(slice(begin, end), array("i", [0]) * (end - begin))
+
+    def __setitem__(self, index: Any, page: Any) -> None:
+        super().__setitem__(index, page)
+        self.num_edits += 1
+
+    def __delitem__(self, index: SupportsIndex | slice) -> None:
+        super().__delitem__(index)
+        self.num_edits += 1
+
+    def pop(self, index: int = -1) -> int:
+        self.num_edits += 1
+        return super().pop(index)
+
+
+def page_table(pages: Iterable[int] = ()) -> PageTable:
+    return PageTable(pages)
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from tandem.core.errors import UnsupportedModelError
 from tandem.engine.arena import KVArena
 from tandem.engine.attention.interface import AttentionBackend, ForwardContext, current_forward
-from tandem.engine.batch import PagedBatch, SequenceInput, build_batch, check_pages, check_sequence
+from tandem.engine.batch import PagedBatch, SequenceInput, build_batch, check_sequence
+from tandem.engine.block_tables import BlockTables
 from tandem.engine.device import current
 from tandem.engine.layer_places import LayerPlaces
 
@@ -59,6 +60,10 @@ class PagedModel:
         self.decoder = decoder
         self.places = places
         self._num_windowed = places.num_windowed if places is not None else 0
+        self._limit = min(max_context, self.table_width * arena.layout.page_size)
+        self.tables = BlockTables(
+            self.table_width, self.num_pages, num_windowed=self._num_windowed, device=arena.device
+        )
         # Models differ in what they do after the last layer (head bias, soft capping, scaling): all of it is theirs,
         # on the rows that are asked for.
         self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -73,9 +78,7 @@ class PagedModel:
         """Compute all `sequences` in one batch; see `Engine.forward`."""
         self.check(sequences)
         with current(self.arena.device):
-            page_size, device = self.arena.layout.page_size, self.arena.device
-            batch = build_batch(sequences, page_size, device, self.places, self.num_pages)
-            check_pages(batch.block_tables, self.num_pages)
+            batch = build_batch(sequences, self.arena.layout.page_size, self.arena.device, self.tables)
             return self.compute(batch, on_layer).float()
 
     def check(self, sequences: Sequence[SequenceInput]) -> None:
@@ -83,9 +86,7 @@ class PagedModel:
         if not sequences:
             raise ValueError("an empty batch")
         for sequence in sequences:
-            check_sequence(
-                sequence, self.arena.layout, self.num_pages, self.vocab_size, self.max_context, self._num_windowed
-            )
+            check_sequence(sequence, self.arena.layout, self.vocab_size, self._limit, self._num_windowed)
 
     def compute(self, batch: PagedBatch, on_layer: LayerCallback | None = None) -> torch.Tensor:
         """Compute a batch that is checked and laid out; `[logit_rows, vocab]` in the model's type or float32."""

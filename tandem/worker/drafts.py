@@ -61,7 +61,7 @@ class Follower:
     sequence: Sequence
     acceptance: Acceptance
     of_all: Acceptance  # those that begin take it over
-    pages: PageTable[int] = field(default_factory=page_table)
+    pages: PageTable = field(default_factory=page_table)
     num_known: int = 0
     ahead: list[int] = field(default_factory=list)
     num_published: int = 0  # leading pages that others may find

@@ -441,11 +441,11 @@ class BatchScheduler:
         if self.prefix_cache:
             self._publish_between(sequence, max(sequence.num_published, sequence.num_hidden), num_hidden)
         table, of_place = self.sliding(sequence)
-        behind = slice(sequence.num_hidden * of_place, num_hidden * of_place)
+        first, last = sequence.num_hidden * of_place, num_hidden * of_place
         num_available = self.pool.num_available
-        self.pool.release(table[behind], behind=True)
+        self.pool.release(table[first:last], behind=True)
         num_back = self.pool.num_available - num_available
-        table[behind] = page_table([0]) * (behind.stop - behind.start)
+        table.hide(first, last)
         sequence.num_hidden = num_hidden
         if not sequence.is_decode:
             num_places = pages_for(len(sequence.token_ids), self.pool.page_size)
@@ -456,7 +456,7 @@ class BatchScheduler:
             assert taken is not None  # no more than came back just now
             table.extend(taken)
 
-    def sliding(self, sequence: Sequence) -> tuple[PageTable[int], int]:
+    def sliding(self, sequence: Sequence) -> tuple[PageTable, int]:
         """The table whose pages are given back behind the window, and how many of them a place has."""
         num_windowed = self.limits.num_windowed
         return (sequence.windowed, num_windowed) if num_windowed else (sequence.pages, 1)
@@ -574,7 +574,7 @@ class BatchScheduler:
             for page in table[place * of_place : (place + 1) * of_place]
         )
 
-    def _tables(self, sequence: Sequence) -> tuple[tuple[PageTable[int], int], ...]:
+    def _tables(self, sequence: Sequence) -> tuple[tuple[PageTable, int], ...]:
         """Its tables, and how many pages of a place each has."""
         num_windowed = self.limits.num_windowed
         all_seen = (sequence.pages, 1)

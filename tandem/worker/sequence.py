@@ -42,11 +42,11 @@ class Sequence:
     num_computed: int = 0
     # Invariant: covers [0, num_computed); page i holds slots [i * page_size, (i + 1) * page_size). No token sees the
     # first `num_hidden` any more: they are given back, and stand here as page 0, which nobody reads.
-    pages: PageTable[int] = field(default_factory=page_table)
+    pages: PageTable = field(default_factory=page_table)
     num_hidden: int = 0
     # Of a mixed model (`tandem.core.layer_groups`) `pages` are those of the layers that see all, and none of them is
     # hidden; these are the others, some for each place, of which those of the first `num_hidden` places are given back.
-    windowed: PageTable[int] = field(default_factory=page_table)
+    windowed: PageTable = field(default_factory=page_table)
     # Keys of the leading full pages; grows with the tokens, see `extend_keys`.
     keys: PageKeys = field(default_factory=PageKeys)
     num_published: int = 0  # leading pages offered to the prefix cache

@@ -64,7 +64,7 @@ class Paged:
         query = torch.randn(heads, batch.num_tokens, head_dim, generator=generator)
         query = query.to(device, arena.tensor.dtype).transpose(0, 1)
         step = DecodeStep(
-            tables=torch.from_numpy(batch.block_tables).to(device),
+            tables=batch.block_tables,
             used=torch.tensor([item.end for item in sequences], dtype=torch.int32, device=device),
             offsets=torch.arange(len(sequences) + 1, dtype=torch.int32, device=device),
             max_keys=batch.block_tables.shape[1] * page_size,

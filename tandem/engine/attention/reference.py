@@ -101,7 +101,7 @@ class ReferenceAttention:
         output: torch.Tensor,
     ) -> None:
         begin = params.first_visible(rows.start)
-        table = torch.from_numpy(batch.block_tables[rows.index]).to(query.device)
+        table = batch.block_tables[rows.index]
         key, value = (
             decode(gather(pages, table, begin, rows.end), arena.layout.dtype)
             for pages in (arena.keys(layer), arena.values(layer))

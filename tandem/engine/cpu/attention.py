@@ -54,7 +54,7 @@ class CPUAttention:
             if "blocks" not in batch.shared:
                 spans = ((s.index, s.row, s.num_rows, s.start) for s in batch.sequences)
                 batch.shared["blocks"] = row_blocks(spans, num_heads // arena.layout.num_kv_heads)
-            batch.plan = self.plan(Reads(batch.block_tables, batch.shared["blocks"]))
+            batch.plan = self.plan(Reads(batch.block_tables.numpy(), batch.shared["blocks"]))
         reads = batch.plan["reads"]
         pages = arena.layer(layer).data_ptr()
         return attend_call(reads, arena.layout, pages, params, num_heads, query, output, num_threads)

@@ -14,21 +14,13 @@ import numpy as np
 import torch
 
 from tandem.engine.attention.interface import ForwardContext, current_forward
-from tandem.engine.batch import (
-    PagedBatch,
-    SequenceInput,
-    check_pages,
-    fill_tables,
-    fill_windowed_tables,
-    is_decode_step,
-    with_pages,
-)
+from tandem.engine.batch import PagedBatch, SequenceInput, is_decode_step, with_pages
+from tandem.engine.block_tables import BlockTables
 from tandem.engine.cpu.attention import CPUAttention
 from tandem.engine.cpu.attention_kernel import Reads
 from tandem.engine.cpu.decoder import FusedDecoder, PreparedForward
 from tandem.engine.cpu.layer_kernels import ROWS_FOR_THREADS
 from tandem.engine.cpu.lending import threads_now
-from tandem.engine.layer_places import LayerPlaces
 from tandem.engine.paged_model import PagedModel
 
 
@@ -47,9 +39,7 @@ class DecodePrograms:
         self._paged = paged
         self._decoder = decoder
         self._attention = attention
-        arena = paged.arena
-        width = paged.table_width
-        self._inputs = _FixedInputs(ROWS_FOR_THREADS - 1, width, arena.layout.page_size, paged.num_pages, paged.places)
+        self._inputs = _FixedInputs(ROWS_FOR_THREADS - 1, paged.tables, paged.arena.layout.page_size)
         # By numbers of sequences and of threads.
         self._prepared: dict[tuple[int, int], PreparedForward] = {}
 
@@ -63,7 +53,8 @@ class DecodePrograms:
         The next step writes over them. Raises `ValueError` as `PagedModel.forward` does.
         """
         self._paged.check(sequences)
-        self._inputs.load(sequences)
+        if self._inputs.load(sequences):
+            self._prepared.clear()
         self._decoder.reserve(max(sequence.end for sequence in sequences))
         # Borrowed threads may have come or gone since the last step: the attention is cut for those of now.
         shape = len(sequences), threads_now(self._attention.num_threads)
@@ -86,21 +77,15 @@ class _FixedInputs:
     """The inputs of a step of up to `max_rows` sequences, at addresses that stay.
 
     Args:
-        width: pages of the longest sequence.
-        num_pages: sequences may have the pages before this one.
-        places: of a mixed model.
+        tables: of all steps of these sequences, whichever way they are computed.
     """
 
-    def __init__(
-        self, max_rows: int, width: int, page_size: int, num_pages: int, places: LayerPlaces | None = None
-    ) -> None:
+    def __init__(self, max_rows: int, tables: BlockTables, page_size: int) -> None:
         self.max_rows = max_rows
+        self._tables = tables
+        self._read: torch.Tensor | None = None  # what of the tables is at addresses that programs have
         self._page_size = page_size
-        self._num_pages = num_pages
-        self._tables = np.zeros((max_rows, width), dtype=np.int32)
-        self._window, num_windowed = (places.window, places.num_windowed) if places is not None else (0, 0)
-        self._windowed_tables = np.zeros((num_windowed, max_rows, width), dtype=np.int32)
-        self._windowed_pages = np.zeros((num_windowed, max_rows), dtype=np.int64)
+        self._windowed_pages = np.zeros((tables.num_groups - 1, max_rows), dtype=np.int64)
         # Tokens, positions, and the pages and slots that are written to.
         self._columns = np.zeros((4, max_rows), dtype=np.int64)
         rows = np.arange(max_rows)
@@ -108,9 +93,13 @@ class _FixedInputs:
         # A block for each row; see `attention_kernel.row_blocks`.
         self._blocks = np.stack([rows, rows, np.ones_like(rows), np.zeros_like(rows)], axis=1)
 
-    def load(self, sequences: Sequence[SequenceInput]) -> None:
-        """Make these, which are checked, the inputs of the next step. Raises as `check_pages` does."""
-        check_pages(fill_tables(self._tables, sequences, self._page_size), self._num_pages)
+    def load(self, sequences: Sequence[SequenceInput]) -> bool:
+        """Make these, which are checked, the inputs of the next step. Raises as `BlockTables.rows` does.
+
+        Returns:
+            Whether the tables have moved: then programs read what is not theirs any more.
+        """
+        rows = self._tables.rows(sequences)
         tokens, positions, pages, slots = [], [], [], []
         for sequence in sequences:
             last, slot = divmod(sequence.start, self._page_size)
@@ -119,29 +108,29 @@ class _FixedInputs:
             pages.append(sequence.pages[last])
             slots.append(slot)
         num_rows = len(sequences)
-        if len(self._windowed_tables):
-            fill_windowed_tables(self._windowed_tables, sequences, self._page_size, self._window, self._num_pages)
+        if len(self._windowed_pages):
             newest = np.array(positions) // self._page_size
-            self._windowed_pages[:, :num_rows] = self._windowed_tables[:, np.arange(num_rows), newest]
+            self._windowed_pages[:, :num_rows] = self._tables.host[1:, rows, newest]
         self._columns[:, :num_rows] = tokens, positions, pages, slots
-        self._blocks[:num_rows, 3] = positions
+        self._blocks[:num_rows, 0], self._blocks[:num_rows, 3] = rows, positions
+        has_moved, self._read = self._read is not self._tables.tensor, self._tables.tensor
+        return has_moved
 
     def batch(self, num_rows: int) -> PagedBatch:
         """The first rows, over this memory."""
         tokens, positions, pages, slots = torch.from_numpy(self._columns[:, :num_rows])
-        tables = self._tables[:num_rows]
+        tables = self._tables.tensor
         batch = PagedBatch(
             token_ids=tokens[None],
             positions=positions[None],
             write_pages=pages,
             write_slots=slots,
             logit_rows=self._logit_rows[:num_rows],
-            block_tables=tables,
+            block_tables=tables[0],
             sequences=(),  # what a step holds is known to its arrays alone
-            plan=CPUAttention.plan(Reads(tables, self._blocks[:num_rows])),
         )
-        written, wide = torch.from_numpy(self._windowed_pages[:, :num_rows]), self._windowed_tables[:, :num_rows]
-        batch.windowed = with_pages(batch, zip(written, wide, strict=True))
-        for group in batch.windowed:
-            group.plan = CPUAttention.plan(Reads(group.block_tables, self._blocks[:num_rows]))
+        written = torch.from_numpy(self._windowed_pages[:, :num_rows])
+        batch.windowed = with_pages(batch, zip(written, tables[1:], strict=True))
+        for group in (batch, *batch.windowed):
+            group.plan = CPUAttention.plan(Reads(group.block_tables.numpy(), self._blocks[:num_rows]))
         return batch

@@ -150,11 +150,17 @@ def _difference(backend: AttentionBackend, layout: KVLayout, device: torch.devic
 def _step_of(batch: PagedBatch, page_size: int, device: torch.device) -> DecodeStep:
     used = np.array([rows.end for rows in batch.sequences], dtype=np.int32)
     return DecodeStep(
-        tables=to_device(batch.block_tables, device),
+        tables=_tables_in_order(batch, batch.block_tables.shape[1]),
         used=to_device(used, device),
         offsets=torch.arange(len(used) + 1, dtype=torch.int32, device=device),
         max_keys=batch.block_tables.shape[1] * page_size,
     )
+
+
+def _tables_in_order(batch: PagedBatch, width: int) -> torch.Tensor:
+    """The first pages of each sequence, `[N, width]`."""
+    rows = to_device(np.array([rows.index for rows in batch.sequences]), batch.block_tables.device)
+    return batch.block_tables[:, :width].index_select(0, rows)
 
 
 def _compare(
@@ -168,20 +174,20 @@ def _compare(
 class _Ragged:
     """The tensors that describe a ragged paged batch to a flash kernel; made once for all layers."""
 
-    def __init__(self, batch: PagedBatch, device: torch.device) -> None:
+    def __init__(self, batch: PagedBatch, page_size: int, device: torch.device) -> None:
         lengths = np.array([rows.num_rows for rows in batch.sequences], dtype=np.int32)
         used = np.array([rows.end for rows in batch.sequences], dtype=np.int32)
         self.query_offsets = to_device(_offsets(lengths), device)
         self.key_offsets = to_device(_offsets(used), device)
         self.used = to_device(used, device)
-        self.tables = to_device(batch.block_tables, device)
         self.max_queries = int(lengths.max())
         self.max_keys = int(used.max())
+        self.tables = _tables_in_order(batch, -(-self.max_keys // page_size))
 
     @classmethod
-    def of(cls, batch: PagedBatch, device: torch.device) -> _Ragged:
+    def of(cls, batch: PagedBatch, arena: KVArena, device: torch.device) -> _Ragged:
         if "ragged" not in batch.plan:
-            batch.plan["ragged"] = cls(batch, device)
+            batch.plan["ragged"] = cls(batch, arena.layout.page_size, device)
         ragged: _Ragged = batch.plan["ragged"]
         return ragged
 
@@ -219,7 +225,7 @@ class FlashAttention:
     ) -> torch.Tensor:
         """Return the attention of all rows, `[T, heads, head_dim]`, like `query`."""
         _refuse_sinks(params)
-        ragged = _Ragged.of(batch, query.device)
+        ragged = _Ragged.of(batch, arena, query.device)
         return self._ragged(
             query.contiguous(),
             arena.keys(layer),
@@ -269,7 +275,7 @@ class TorchVarlenAttention:
         self, batch: PagedBatch, arena: KVArena, layer: int, query: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         """Return the attention of all rows, `[T, heads, head_dim]`, like `query`."""
-        ragged = _Ragged.of(batch, query.device)
+        ragged = _Ragged.of(batch, arena, query.device)
         return self._attend(
             arena, layer, query, params, ragged.query_offsets, ragged.used, ragged.tables, ragged.max_queries,
             ragged.max_keys,

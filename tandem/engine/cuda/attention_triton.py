@@ -152,10 +152,9 @@ class TritonAttention:
         block_rows = max(_CHUNK_ROWS, triton.next_power_of_2(group))
         key = ("triton", group)
         if key not in batch.plan:
-            blocks = _row_blocks(batch, block_rows // group)
-            batch.plan[key] = to_device(blocks, query.device), to_device(batch.block_tables, query.device)
-        blocks, tables = batch.plan[key]
-        return _launch(arena, layer, query, params, tables, blocks=blocks, block_rows=block_rows)
+            batch.plan[key] = to_device(_row_blocks(batch, block_rows // group), query.device)
+        blocks = batch.plan[key]
+        return _launch(arena, layer, query, params, batch.block_tables, blocks=blocks, block_rows=block_rows)
 
     def attend_decode(
         self, step: DecodeStep, arena: KVArena, layer: int, query: torch.Tensor, params: AttentionParams
@@ -167,7 +166,8 @@ class TritonAttention:
 
 
 def _row_blocks(batch: PagedBatch, num_tokens: int) -> np.ndarray:
-    """Cut the rows of each sequence into blocks: `[blocks, 4]` int32 of sequence, first row, tokens, first position."""
+    """Cut the rows of each sequence into blocks: `[blocks, 4]` int32 of its row in the tables, first row, tokens, first
+    position."""
     blocks = [
         (rows.index, rows.row + first, min(num_tokens, rows.num_rows - first), rows.start + first)
         for rows in batch.sequences

@@ -2,6 +2,7 @@
 
 A graph repeats the same kernels on the same addresses, so a step's inputs lie in fixed buffers and its batch is padded
 to the next of a few sizes. Padding rows write to a scratch page that no sequence owns, and nobody sees their logits.
+Block tables stay on the device from step to step, and a graph begins with taking its sequences' rows in their order.
 Chunks of prompts, and batches that mix them with decodes, run eagerly.
 """
 
@@ -16,7 +17,8 @@ import torch
 
 from tandem.engine.arena import KVArena
 from tandem.engine.attention.reference import AttentionParams
-from tandem.engine.batch import PagedBatch, SequenceInput, check_pages, fill_tables, is_decode_step
+from tandem.engine.batch import PagedBatch, SequenceInput, is_decode_step
+from tandem.engine.block_tables import BlockTables
 from tandem.engine.cuda.decode_step import DecodeBackend, DecodeStep
 from tandem.engine.device import current
 from tandem.engine.paged_model import PagedModel
@@ -52,9 +54,14 @@ class DecodeGraphs:
         self._paged = paged
         self.buckets = buckets_up_to(max_num_seqs)
         self._steps: dict[int, _Step] = {}
-        with current(paged.arena.device):
+        device = paged.arena.device
+        with current(device):
+            # Of its own: as many rows as a step has sequences, they never move.
+            tables = BlockTables(
+                paged.table_width, paged.num_pages, device=device, num_rows=max_num_seqs, is_copied=True
+            )
             for size in reversed(self.buckets):  # the greatest first: the others find room in its memory
-                self._steps[size] = _Step(paged, paged.backend, size, scratch_page, capture)
+                self._steps[size] = _Step(paged, paged.backend, size, tables, scratch_page, capture)
         _log.info("decode steps of %s sequences are captured", ", ".join(map(str, self.buckets)))
 
     def takes(self, sequences: Sequence[SequenceInput]) -> bool:
@@ -76,15 +83,22 @@ class _Step:
     """The step of one bucket: its buffers, and what repeats it."""
 
     def __init__(
-        self, paged: PagedModel, backend: DecodeBackend, num_rows: int, scratch_page: int, capture: Capture
+        self,
+        paged: PagedModel,
+        backend: DecodeBackend,
+        num_rows: int,
+        tables: BlockTables,
+        scratch_page: int,
+        capture: Capture,
     ) -> None:
         arena = paged.arena
         page_size = arena.layout.page_size
         width = paged.table_width
-        self._inputs = _FixedInputs(num_rows, width, page_size, paged.num_pages, scratch_page, arena.device)
+        self._inputs = _FixedInputs(num_rows, tables, page_size, scratch_page, arena.device)
         on_device = self._inputs.on_device
+        kept = tables.tensor[0]
         step = DecodeStep(
-            tables=on_device.tables,
+            tables=torch.zeros((num_rows, width), dtype=torch.int32, device=arena.device),
             used=on_device.used,
             offsets=torch.arange(num_rows + 1, dtype=torch.int32, device=arena.device),
             max_keys=width * page_size,
@@ -95,15 +109,20 @@ class _Step:
             write_pages=on_device.write_pages,
             write_slots=on_device.write_slots,
             logit_rows=torch.arange(num_rows, device=arena.device),
-            block_tables=self._inputs.host.tables.numpy(),
+            block_tables=step.tables,
             sequences=(),  # what a step holds is known to its fixed tensors alone
         )
         fixed = PagedModel(
             paged.model, arena, _FixedStep(backend, step), paged.vocab_size, paged.max_context, decoder=paged.decoder
         )
         self._inputs.load(())
+
+        def compute() -> torch.Tensor:
+            torch.index_select(kept, 0, on_device.rows, out=step.tables)
+            return fixed.compute(batch)
+
         # Kept, and with it all tensors above: a graph reads them by their addresses, and owns none of them.
-        self._compute: Compute = lambda: fixed.compute(batch)
+        self._compute: Compute = compute
         self._repeat = capture(self._compute)
 
     def run(self, sequences: Sequence[SequenceInput]) -> torch.Tensor:
@@ -136,41 +155,39 @@ class _Fields:
     positions: torch.Tensor  # [B] int64
     write_pages: torch.Tensor  # [B] int64
     write_slots: torch.Tensor  # [B] int64
+    rows: torch.Tensor  # [B] int64: of the block tables
     used: torch.Tensor  # [B] int32
-    tables: torch.Tensor  # [B, P] int32
 
     @staticmethod
-    def num_bytes(num_rows: int, width: int) -> int:
-        return 4 * num_rows * 8 + num_rows * (1 + width) * 4
+    def num_bytes(num_rows: int) -> int:
+        return 5 * num_rows * 8 + num_rows * 4
 
     @classmethod
-    def over(cls, memory: torch.Tensor, num_rows: int, width: int) -> _Fields:
-        """`memory` is uint8, `num_bytes(num_rows, width)` long."""
-        longs = memory[: 4 * num_rows * 8].view(torch.int64).view(4, num_rows)
-        ints = memory[4 * num_rows * 8 :].view(torch.int32)
-        tables = ints[num_rows:].view(num_rows, width)
-        return cls(longs[0], longs[1], longs[2], longs[3], ints[:num_rows], tables)
+    def over(cls, memory: torch.Tensor, num_rows: int) -> _Fields:
+        """`memory` is uint8, `num_bytes(num_rows)` long."""
+        longs = memory[: 5 * num_rows * 8].view(torch.int64).view(5, num_rows)
+        return cls(longs[0], longs[1], longs[2], longs[3], longs[4], memory[5 * num_rows * 8 :].view(torch.int32))
 
 
 class _FixedInputs:
     """The inputs of a step: written on the host, sent to the device by one copy that nobody waits for."""
 
     def __init__(
-        self, num_rows: int, width: int, page_size: int, num_pages: int, scratch_page: int, device: torch.device
+        self, num_rows: int, tables: BlockTables, page_size: int, scratch_page: int, device: torch.device
     ) -> None:
+        self._tables = tables
         self._page_size = page_size
-        self._num_pages = num_pages
         self._scratch_page = scratch_page
         is_cuda = device.type == "cuda"
-        num_bytes = _Fields.num_bytes(num_rows, width)
+        num_bytes = _Fields.num_bytes(num_rows)
         self._host_bytes = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
         self._device_bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        self.host = _Fields.over(self._host_bytes, num_rows, width)
-        self.on_device = _Fields.over(self._device_bytes, num_rows, width)
+        self.host = _Fields.over(self._host_bytes, num_rows)
+        self.on_device = _Fields.over(self._device_bytes, num_rows)
         self._sent = torch.cuda.Event() if is_cuda else None
 
     def load(self, sequences: Sequence[SequenceInput]) -> None:
-        """Make these the inputs of the next step. Raises as `check_pages` does.
+        """Make these the inputs of the next step. Raises as `BlockTables.rows` does.
 
         Rows beyond them are padding: token 0 at the beginning of the scratch page, over one slot of any page.
         """
@@ -183,14 +200,14 @@ class _FixedInputs:
 
     def _write(self, sequences: Sequence[SequenceInput]) -> None:
         num = len(sequences)
-        tables = self.host.tables.numpy()
+        rows = np.array(self._tables.rows(sequences), dtype=np.int64)
         positions = np.fromiter((sequence.start for sequence in sequences), dtype=np.int64, count=num)
         last_pages = positions // self._page_size
-        check_pages(fill_tables(tables, sequences, self._page_size), self._num_pages)
         self._fill(self.host.token_ids, np.asarray([sequence.token_ids[0] for sequence in sequences]), 0)
         self._fill(self.host.positions, positions, 0)
         self._fill(self.host.used, positions + 1, 1)
-        self._fill(self.host.write_pages, tables[np.arange(num), last_pages], self._scratch_page)
+        self._fill(self.host.rows, rows, 0)
+        self._fill(self.host.write_pages, self._tables.host[0, rows, last_pages], self._scratch_page)
         self._fill(self.host.write_slots, positions % self._page_size, 0)
 
     @staticmethod

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from tandem.core.pages import PageTable, page_table
 from tandem.engine.attention.interface import ATTENTION_NAME
 from tandem.engine.engine import Engine, SequenceInput
 from tandem.engine.random_model import ModelSpec, save
@@ -108,7 +109,7 @@ def prefilled(model: Computes, pages: Sequence[int], starts: Sequence[int]) -> l
     steps = []
     for index, start in enumerate(starts):
         num_pages = start // PAGE_SIZE + 1
-        taken, free = free[:num_pages], free[num_pages:]
+        taken, free = page_table(free[:num_pages]), free[num_pages:]
         tokens = make_prompt(start + 1, seed=index)
         if start:
             model.forward([SequenceInput(tokens[:-1], 0, taken)])
@@ -161,7 +162,7 @@ class Request:
 
     tokens: list[int]
     prompt_length: int
-    pages: list[int]
+    pages: PageTable
     begins_at: int  # step
     computed: int = 0
     logits: list[torch.Tensor] = field(default_factory=list)
@@ -196,7 +197,7 @@ def drive(
     requests = []
     for index, prompt in enumerate(prompts):
         count = -(-(len(prompt) + num_new) // page_size)
-        pages, free = free[:count], free[count:]
+        pages, free = page_table(free[:count]), free[count:]
         requests.append(Request(list(prompt), len(prompt), pages, index * stagger))
     step = 0
     while any(request.num_new < num_new for request in requests):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from engine_helpers import NUM_PAGES, PAGE_SIZE, load_engine, make_prompt, prefilled
 
+from tandem.core.pages import page_table
 from tandem.engine.batch import SequenceInput
 from tandem.engine.cpu import decode_programs, decoder
 from tandem.engine.cpu.decode_programs import DecodePrograms
@@ -104,6 +105,15 @@ def test_memory_that_has_moved_is_not_used(llama_dir: Path, monkeypatch: pytest.
     logits = engine.forward([first])
     assert torch.equal(logits, expected)
     assert logits.data_ptr() == engine._decoder._logits.data_ptr(), "all programs share it"  # type: ignore[union-attr]
+
+
+def test_block_tables_that_have_moved_are_not_read(llama_dir: Path) -> None:
+    engine = load_engine(llama_dir)
+    expected = engine.forward([SequenceInput([3], 0, page_table([0]))]).clone()
+    tables = engine._paged.tables.tensor
+    engine.forward([SequenceInput([3, 4], 0, page_table([page])) for page in range(1, 9)])
+    assert engine._paged.tables.tensor is not tables, "more sequences have more rows"
+    assert torch.equal(engine.forward([SequenceInput([3], 0, page_table([9]))]), expected)
 
 
 def test_threads_that_come_and_go_change_no_bit(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -262,7 +262,8 @@ class _Decoding(ReferenceAttention):
     def attend_decode(
         self, step: DecodeStep, arena: KVArena, layer: int, query: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        inputs = [SequenceInput([0], int(end) - 1, table) for end, table in zip(step.used, step.tables, strict=True)]
+        ends, tables = step.used.tolist(), step.tables.tolist()
+        inputs = [SequenceInput([0], end - 1, table) for end, table in zip(ends, tables, strict=True)]
         batch = build_batch(inputs, arena.layout.page_size, query.device)
         return self._spoil(super().attend(batch, arena, layer, query, params))
 

@@ -43,7 +43,7 @@ Submit = Callable[[Callable[[], None]], None]
 
 
 class DecodeRole:
-    """The `StepHooks` of a decode worker, and where its driver's results go.
+    """The `StepHooks` and `AheadHooks` of a decode worker, and where its driver's results go.
 
     Args:
         queue_bound: attempts that may wait for pages.

@@ -45,7 +45,7 @@ from tandem.worker.limits import guess_rows, quarantine_cap_pages
 from tandem.worker.parts import WorkerParts
 from tandem.worker.request import AttemptFailed
 from tandem.worker.sessions import SessionHub
-from tandem.worker.step import StepHooks
+from tandem.worker.step import AheadHooks, StepHooks
 from tandem.worker.step_engine import StepEngine
 from tandem.worker.ticker import Ticker
 from tandem.worker.wire import spec_from_proto
@@ -127,6 +127,10 @@ class DecodeWorker:
 
     @property
     def hooks(self) -> StepHooks:
+        return self.core
+
+    @property
+    def ahead(self) -> AheadHooks:
         return self.core
 
     def _to_driver(self, call: Callable[[], None]) -> None:

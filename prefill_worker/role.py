@@ -33,7 +33,6 @@ from tandem.worker.pacing import Pacing
 from tandem.worker.prompt_scoring import ScoreTokens
 from tandem.worker.request import AttemptFailed, AttemptSpec, PromptPooled, RequestLimits, TokenSampled
 from tandem.worker.scheduler import BatchScheduler
-from tandem.worker.sequence import Sequence
 from tandem.worker.spans import before
 from tandem.worker.step import SampleTokens, may_be_wrong
 
@@ -316,16 +315,6 @@ class PrefillRole:
         self._finish(ended)
         self._pacing.after_handoffs(job.receiver for job in ended if job.attached and not job.over)
         self.snapshot()
-
-    def may_plan_behind(self, _batch: Batch) -> bool:
-        """A step may end prompts, whose places others take at once."""
-        return False
-
-    def may_tell_later(self, _batch: Batch) -> bool:
-        return False
-
-    def goes_on(self, sequence: Sequence) -> bool:
-        return bool(sequence.pages)
 
     def _finish(self, jobs: list[PromptJob]) -> None:
         """These prompts are computed: let their handoffs end first, then give out their first tokens."""

@@ -138,6 +138,10 @@ class PrefillWorker:
     def hooks(self) -> StepHooks:
         return self.core
 
+    @property
+    def ahead(self) -> None:
+        """A step may end prompts, whose places others take at once."""
+
     def add_services(self, server: aio.Server) -> None:
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(_PrefillService(self), server)
 

@@ -22,17 +22,18 @@ from collections.abc import Sequence as Seq
 
 from tandem.worker.batch import Batch
 from tandem.worker.scheduler import BatchScheduler
-from tandem.worker.step import StepHooks
+from tandem.worker.step import AheadHooks, StepHooks
 
 
 class NextStep:
     """The steps of one worker, in turn: `next`, `while_computed`, `computed` or `failed`. One thread calls it.
 
     Args:
-        ahead: whether there is time between the launch of a step and its end.
+        ahead: of a role whose next step may be planned between the launch of a step and its end; `None`: it may not, or
+            there is no time between the two.
     """
 
-    def __init__(self, scheduler: BatchScheduler, hooks: StepHooks, *, ahead: bool) -> None:
+    def __init__(self, scheduler: BatchScheduler, hooks: StepHooks, *, ahead: AheadHooks | None) -> None:
         self._scheduler = scheduler
         self._hooks = hooks
         self._ahead = ahead
@@ -42,8 +43,8 @@ class NextStep:
     def next(self) -> Batch:
         """What is to be computed now; empty where nothing can be. No step is under way."""
         planned, self._planned = self._planned, None
-        if planned is not None:
-            planned.items = [item for item in planned.items if self._hooks.goes_on(item.sequence)]
+        if planned is not None and self._ahead is not None:
+            planned.items = [item for item in planned.items if self._ahead.goes_on(item.sequence)]
             if self._scheduler.join(planned) and planned.items:
                 return planned
         self.tell()
@@ -53,14 +54,14 @@ class NextStep:
     def while_computed(self, batch: Batch) -> None:
         """`batch` is launched: there is time until its tokens are wanted."""
         self.tell()
-        if self._ahead and self._hooks.may_plan_behind(batch):
+        if self._ahead is not None and self._ahead.may_plan_behind(batch):
             self._hooks.before_schedule()
             self._planned = self._scheduler.schedule_behind(batch)
 
     def computed(self, batch: Batch, sampled: Seq[Seq[int]]) -> None:
         """Its tokens are there; `sampled` as of `BatchScheduler.apply`."""
         self._scheduler.apply(batch, sampled)
-        if self._planned is not None and self._hooks.may_tell_later(batch):
+        if self._planned is not None and self._ahead is not None and self._ahead.may_tell_later(batch):
             self._untold = batch
         else:
             self._hooks.after_step(batch)

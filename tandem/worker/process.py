@@ -32,7 +32,7 @@ from tandem.worker.loop_thread import LoopThread
 from tandem.worker.orphan import OrphanWatch
 from tandem.worker.parts import WorkerParts, WorkerPlace, build_parts
 from tandem.worker.sessions import SessionHub
-from tandem.worker.step import StepHooks
+from tandem.worker.step import AheadHooks, StepHooks
 from tandem.worker.step_engine import StepEngine
 from tandem.worker.watchdog import watch_threads
 
@@ -60,6 +60,10 @@ class Worker(Protocol):
     @property
     def hooks(self) -> StepHooks:
         """What the runner calls around each step."""
+
+    @property
+    def ahead(self) -> AheadHooks | None:
+        """What it asks to plan a step while one is computed; `None`: none is planned."""
 
     def add_services(self, server: aio.Server) -> None:
         """Add the role's gRPC service."""
@@ -178,7 +182,7 @@ class WorkerProcess(Generic[W]):
         parts.info.address = self._loop_thread.run(self._serve()).result()
         self._check_wanted()
         parts.pacing.start()
-        parts.runner.start(self.worker.hooks)
+        parts.runner.start(self.worker.hooks, self.worker.ahead)
 
     def _check_wanted(self) -> None:
         if self.life.stopping:

@@ -18,7 +18,7 @@ from tandem.worker.batch import Batch
 from tandem.worker.next_step import NextStep
 from tandem.worker.pacing import Pacing
 from tandem.worker.scheduler import BatchScheduler
-from tandem.worker.step import StepHooks
+from tandem.worker.step import AheadHooks, StepHooks
 from tandem.worker.step_engine import StepEngine
 from tandem.worker.step_log import StepLog, terms_of
 
@@ -61,9 +61,10 @@ class Runner:
         self.busy_since_s: float | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def start(self, hooks: StepHooks) -> None:
+    def start(self, hooks: StepHooks, ahead: AheadHooks | None = None) -> None:
+        """`ahead`: as of `NextStep`, where the engine computes apart."""
         self._hooks = hooks
-        self._next = NextStep(self.scheduler, hooks, ahead=self.engine.computes_apart)
+        self._next = NextStep(self.scheduler, hooks, ahead=ahead if self.engine.computes_apart else None)
         self._thread.start()
 
     def submit(self, call: Callable[[], None]) -> None:

@@ -47,8 +47,18 @@ class StepHooks(Protocol):
     def after_step(self, batch: Batch) -> None:
         """The step is booked: its tokens are in the sequences."""
 
+    def step_failed(self, batch: Batch, error: Exception) -> None:
+        """The step raised: end what it held."""
+
+    def going_idle(self) -> None:
+        """Nothing can be computed now; the next thing is an entry of the inbox."""
+
+
+class AheadHooks(Protocol):
+    """Of a role whose next step can be planned while one is computed: see `NextStep`."""
+
     def may_plan_behind(self, batch: Batch) -> bool:
-        """Whether the step behind `batch`, which is under way, can be told but for its tokens: see `NextStep`."""
+        """Whether the step behind `batch`, which is under way, can be told but for its tokens."""
 
     def may_tell_later(self, batch: Batch) -> bool:
         """Whether `after_step` may be called when the next step is launched: that needs nothing of it, and ends no
@@ -56,9 +66,3 @@ class StepHooks(Protocol):
 
     def goes_on(self, sequence: Sequence) -> bool:
         """Whether a sequence of the last step, which may not have been told yet, takes part in the next one."""
-
-    def step_failed(self, batch: Batch, error: Exception) -> None:
-        """The step raised: end what it held."""
-
-    def going_idle(self) -> None:
-        """Nothing can be computed now; the next thing is an entry of the inbox."""

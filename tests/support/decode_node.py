@@ -35,7 +35,7 @@ class DecodeNode(Node, ReceiverEnd):
             to_driver=lambda call: self.later(0.0, call),
         )
         self.driver.bind(self, self.core, self.driver.on_transport)
-        self.runner.start(self.core)
+        self.runner.start(self.core, self.core)
 
     # -- what the router says
 

@@ -14,7 +14,7 @@ from tandem.sim.kernel import Kernel
 from tandem.worker.batch import Batch
 from tandem.worker.next_step import NextStep
 from tandem.worker.scheduler import BatchScheduler
-from tandem.worker.step import StepHooks
+from tandem.worker.step import AheadHooks, StepHooks
 from tests.support.scripted_model import NUM_LAYERS, Memory
 
 
@@ -58,9 +58,9 @@ class StepRunner:
         self.is_stopped = False
         self.num_steps = 0
 
-    def start(self, hooks: StepHooks) -> None:
+    def start(self, hooks: StepHooks, ahead: AheadHooks | None = None) -> None:
         self._hooks = hooks
-        self._steps = NextStep(self._scheduler, hooks, ahead=self._ahead)
+        self._steps = NextStep(self._scheduler, hooks, ahead=ahead if self._ahead else None)
 
     def submit(self, call: Callable[[], object]) -> None:
         self._inbox.append(call)

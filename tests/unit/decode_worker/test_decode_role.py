@@ -384,7 +384,7 @@ def test_pages_that_a_failed_step_was_to_copy_are_given_on_with_its_others() -> 
     waits = world.reserve("waits", num_tokens=13)
     batch = world.scheduler.schedule()
     assert batch.copies
-    runner._step(world.role, NextStep(world.scheduler, world.role, ahead=False), batch)
+    runner._step(world.role, NextStep(world.scheduler, world.role, ahead=None), batch)
     world.take()
     world.role.before_schedule()
     (made,) = world.take()
@@ -808,7 +808,7 @@ def test_slack_is_of_the_prompt_and_not_of_what_is_generated() -> None:
 def test_a_choice_that_the_router_has_ended_while_its_last_token_was_not_told_is_over() -> None:
     """A stop string ends it at the router, and its end of text comes in the step that is under way meanwhile."""
     world = World(num_pages=40)
-    steps = NextStep(world.scheduler, world.role, ahead=True)
+    steps = NextStep(world.scheduler, world.role, ahead=world.role)
 
     def step() -> None:
         batch = steps.next()
@@ -867,7 +867,7 @@ def test_a_step_that_is_to_be_timed_has_ended_when_it_is_sampled(
     params = SamplingParams(temperature=0, max_tokens=8, grammar=grammar)
     world.role.reserve(SESSION, AttemptSpec(AttemptKey("r", 1), 0, tuple(range(2, 2 + num_tokens)), params, 1), 99)
     batch = world.scheduler.schedule()
-    steps = NextStep(world.scheduler, world.role, ahead=True)
+    steps = NextStep(world.scheduler, world.role, ahead=world.role)
     monkeypatch.setattr(steps, "computed", lambda batch, sampled: None)
     runner._step(world.role, steps, batch)
     is_timed = bool(grammar) or not any(item.samples for item in batch.items)

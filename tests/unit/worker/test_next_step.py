@@ -114,7 +114,7 @@ class Generating:
     def __init__(self, names: str, num_pages: int = 16) -> None:
         self.scheduler = BatchScheduler(PagePool(num_pages, 4), SchedulerLimits(8, 64, 16, 8), salt=b"")
         self.hooks = Hooks()
-        self.steps = NextStep(self.scheduler, cast(StepHooks, self.hooks), ahead=True)
+        self.steps = NextStep(self.scheduler, cast(StepHooks, self.hooks), ahead=self.hooks)
         self.sequences = {name: self.enter(name) for name in names}
 
     def enter(self, name: str) -> Sequence:

@@ -81,8 +81,10 @@ class Exchange:
             call, requests, read_s = await self._requests(http, request_id, arrived_s, tenant)
             if call.parsed.grammar is not None:
                 check_placeable(self._context.workers.snapshot())
-                check = self._grammars.check(call.parsed.grammar, _client(scope, tenant))
-                text = await self._while_wanted(check, receive, requests[0])
+                text = self._grammars.remembered(call.parsed.grammar)
+                if text is None:
+                    check = self._grammars.check(call.parsed.grammar, _client(scope, tenant))
+                    text = await self._while_wanted(check, receive, requests[0])
                 requests = [replace(each, sampling=replace(each.sampling, grammar=text)) for each in requests]
             # Before the place in the queue: what fails here must not keep one.
             setting = Setting(requests, self._context.tokenizer, self._card, request_id, int(time.time()))

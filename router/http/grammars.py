@@ -89,6 +89,11 @@ class GrammarCheck:
         if isinstance(self._trials, GrammarTrials):
             self._trials.close()
 
+    def remembered(self, asked: AskedGrammar) -> str | None:
+        """As `check`, where what came of it is remembered; else `None`."""
+        found = self._remembered.get(_digest(asked))
+        return None if found is None else self._as_travels(asked, found)
+
     async def check(self, asked: AskedGrammar, client: str) -> str:
         """The grammar as it travels, where it can be followed. Who is cancelled gives up its place, and what nobody
         else waits for is not tried any further.
@@ -101,9 +106,12 @@ class GrammarCheck:
             OverloadedError: too many wait to be compiled.
             InternalError: it could not be tried.
         """
-        digest = sha256(f"{asked.field}\n{asked.text}".encode()).digest()
+        digest = _digest(asked)
         if (found := self._remembered.get(digest)) is None:
             found = await self._await_found(digest, asked, client)
+        return self._as_travels(asked, found)
+
+    def _as_travels(self, asked: AskedGrammar, found: Found) -> str:
         if found.refusal:
             self._metrics.grammars_refused.inc()
             raise InvalidRequestError(found.refusal, field=asked.field)
@@ -218,6 +226,10 @@ class GrammarCheck:
                     path, schema, found = f"{path}{step}", part, True
                     break
         return path, said
+
+
+def _digest(asked: AskedGrammar) -> bytes:
+    return sha256(f"{asked.field}\n{asked.text}".encode()).digest()
 
 
 def _too_many() -> OverloadedError:

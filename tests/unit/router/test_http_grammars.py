@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from router.http import grammars
+from router.http.exchange import Exchange
 from router.http.grammar_trials import GrammarTrials, TrialEnd, Verdict
 from router.openai.grammar import AskedGrammar
 from tandem.core.errors import InvalidRequestError
@@ -116,6 +117,20 @@ def test_a_grammar_is_compiled_once(site: Site) -> None:
     for chat in (False, True, False):
         assert post(site, chat, **form).status_code == 200
     assert site.metrics()[name] == before + 1
+
+
+def test_who_asks_for_what_is_remembered_waits_for_nothing(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited, wait = list[str](), Exchange._while_wanted
+
+    async def while_wanted(self: Exchange, check: Any, receive: Any, request: Any) -> str:
+        waited.append(request.request_id)
+        return await wait(self, check, receive, request)
+
+    monkeypatch.setattr(Exchange, "_while_wanted", while_wanted)
+    for form, status in (({"regex": "of this test alo+ne"}, 200), ({"regex": "(of this test alone"}, 400)):
+        waited.clear()
+        assert [post(site, structured_outputs=form).status_code for _ in range(3)] == [status] * 3
+        assert len(waited) == 1, "the first one"
 
 
 class Held:

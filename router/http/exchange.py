@@ -20,6 +20,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.types import Message, Receive, Scope, Send
 
 from router.http.bodies import Bodies
+from router.http.clients import client_of
 from router.http.error_shapes import error_body_at
 from router.http.grammars import GrammarCheck
 from router.http.protocol import ABORT, ARRIVED, WRITE_PART
@@ -42,7 +43,7 @@ from router.openai.tokenize import requests_from, unread_variables
 from router.policy.choose import check_placeable
 from router.request.request import Delta, Request
 from router.request.targets import Targets
-from router.request.tenant import ANYBODY, Tenant
+from router.request.tenant import Tenant
 from tandem.core.errors import TandemError, UnsupportedEncodingError
 
 _log = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ class Exchange:
                 check_placeable(self._context.workers.snapshot())
                 text = self._grammars.remembered(call.parsed.grammar)
                 if text is None:
-                    check = self._grammars.check(call.parsed.grammar, _client(scope, tenant))
+                    check = self._grammars.check(call.parsed.grammar, client_of(scope, tenant))
                     text = await self._while_wanted(check, receive, requests[0])
                 requests = [replace(each, sampling=replace(each.sampling, grammar=text)) for each in requests]
             # Before the place in the queue: what fails here must not keep one.
@@ -279,12 +280,6 @@ def check_encoding(http: HttpRequest) -> None:
         raise UnsupportedEncodingError(
             f"the body is encoded as {shown(encoding)}; send it as it is, without Content-Encoding"
         )
-
-
-def _client(scope: Scope, tenant: Tenant) -> str:
-    """Who asks, to take turns with others: a tenant, or where there are no keys an address."""
-    host, _ = scope.get("client") or ("", 0)
-    return host if tenant.owner == ANYBODY.owner else tenant.owner
 
 
 async def _watch_client(receive: Receive, group: PromptGroup) -> None:

@@ -1,0 +1,33 @@
+"""Who counts as one client: a tenant; without keys an IPv4 address, or a network of IPv6."""
+
+from __future__ import annotations
+
+import pytest
+
+from router.http.clients import client_of, holder_of
+from router.request.tenant import ANYBODY, Tenant
+
+HOLDERS = [
+    ("192.0.2.7", "192.0.2.7"),
+    ("2001:db8:1:2::7", "2001:db8:1:2::/64"),
+    ("2001:db8:1:2:ffff:ffff:ffff:ffff", "2001:db8:1:2::/64"),
+    ("2001:db8:1:3::7", "2001:db8:1:3::/64"),
+    ("::ffff:192.0.2.7", "192.0.2.7"),
+    ("fe80::1%eth0", "fe80::/64"),
+    ("::1", "::/64"),
+    ("", ""),
+    ("/run/router.sock", "/run/router.sock"),
+]
+
+
+@pytest.mark.parametrize(("host", "holder"), HOLDERS)
+def test_who_has_an_address(host: str, holder: str) -> None:
+    assert holder_of(host) == holder
+
+
+def test_a_tenant_is_one_client_wherever_it_asks_from() -> None:
+    tenant = Tenant("acme", owner="acme's", circle="")
+    hosts = ["2001:db8:1:2::7", "192.0.2.7"]
+    assert {client_of({"client": (host, 1)}, tenant) for host in hosts} == {tenant.owner}
+    assert {client_of({"client": (host, 1)}, ANYBODY) for host in hosts} == {"2001:db8:1:2::/64", "192.0.2.7"}
+    assert client_of({}, ANYBODY) == ""

@@ -195,6 +195,15 @@ ROWS: dict[str, list[Panel]] = {
         Panel(
             "Refused grammars", "ops", "Their requests got 400.", {"refused": _rate("tandem_grammars_refused_total")}
         ),
+        Panel(
+            "Slow grammars",
+            "ops",
+            "Masks that were late for a step, and outputs that ended as grammar_too_slow.",
+            {
+                "late masks of {{role}}": _of_workers("tandem_grammar_late_masks_total", "role"),
+                "ended at {{role}}": _of_workers("tandem_grammars_too_slow_total", "role"),
+            },
+        ),
     ],
     "Faults": [
         Panel(

@@ -381,6 +381,8 @@ class WorkerRegistry:
             (metrics.prompt_tokens_cached, [role], status.prompt_tokens_cached, before.prompt_tokens_cached),
             (metrics.masks, [role], status.masks, before.masks),
             (metrics.mask_s, [role], status.mask_s, before.mask_s),
+            (metrics.late_masks, [role], status.late_masks, before.late_masks),
+            (metrics.slow_grammars, [role], status.slow_grammars, before.slow_grammars),
             (metrics.guesses, ["lookup"], status.guesses, before.guesses),
             (metrics.guesses, ["draft"], status.drafts, before.drafts),
             (metrics.right_guesses, ["lookup"], status.right_guesses, before.right_guesses),

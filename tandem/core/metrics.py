@@ -138,6 +138,12 @@ class RouterMetrics:
         self.mask_s = counter(
             "tandem_grammar_mask_seconds_total", "What their masks took, made beside the forwards", "role"
         )
+        self.late_masks = counter(
+            "tandem_grammar_late_masks_total", "Outputs that a step went on without, as their masks were late", "role"
+        )
+        self.slow_grammars = counter(
+            "tandem_grammars_too_slow_total", "Outputs that ended as their grammars took too much to follow", "role"
+        )
         # -- grammars
         self.grammar_compile_s = histogram(
             "tandem_grammar_compile_seconds", "What a router took to check a grammar that it did not know", _FAST_S

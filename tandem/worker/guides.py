@@ -106,6 +106,8 @@ class Guides:
             while (found := next(made)) is None and time.perf_counter() < ends_s:
                 pass
         except TandemError as error:
+            with self._counting:
+                self._counters.num_slow_grammars += isinstance(error, SlowGrammarError)
             return error
         except Exception as error:  # noqa: BLE001 - it goes to whoever asked
             _log.exception("a grammar could not be prepared")
@@ -161,7 +163,9 @@ class Guides:
         if awaits_one and len(pending) == len(guides):
             wait(pending, return_when=FIRST_COMPLETED)
         wait(pending, timeout=max(_LEAST_WAIT_S, _WAIT_PART * (time.perf_counter() - self._began_s)))
-        return {at for mask, at in pending.items() if not mask.done()}
+        late = {at for mask, at in pending.items() if not mask.done()}
+        self._counters.num_late_masks += len(late)
+        return late
 
     def _make_all(self, left: deque[_Asked]) -> None:
         """Make what is left, beside other threads that do."""
@@ -175,9 +179,11 @@ class Guides:
     def _make(self, asked: _Asked) -> None:
         guide, mask, token_ids = asked
         began_s = time.thread_time()
-        mask.set_result(made_of(guide, token_ids))
-        with self._counting:
+        made = made_of(guide, token_ids)
+        with self._counting:  # before anybody hears of it
             self._counters.mask_s += time.thread_time() - began_s
+            self._counters.num_slow_grammars += isinstance(made, SlowGrammarError)
+        mask.set_result(made)
 
 
 def _replayed(compiled: CompiledGrammar, outputs: Sequence[Sequence[int]]) -> Generator[None, None, list[Guide]]:

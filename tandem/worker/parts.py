@@ -181,6 +181,8 @@ class WorkerParts:
             certificate_expires=security.current().certificate_expires,
             masks=counters.num_masks,
             mask_s=counters.mask_s,
+            late_masks=counters.num_late_masks,
+            slow_grammars=counters.num_slow_grammars,
             guesses=counters.num_guesses,
             right_guesses=counters.num_right_guesses,
             drafts=counters.num_drafts,

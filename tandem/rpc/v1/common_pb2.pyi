@@ -423,6 +423,8 @@ class WorkerStatus(_message.Message):
     NUM_INCOMING_FIELD_NUMBER: _builtins.int
     MASKS_FIELD_NUMBER: _builtins.int
     MASK_S_FIELD_NUMBER: _builtins.int
+    LATE_MASKS_FIELD_NUMBER: _builtins.int
+    SLOW_GRAMMARS_FIELD_NUMBER: _builtins.int
     PAGE_NETWORK_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
     MIXED_STEPS_FIELD_NUMBER: _builtins.int
@@ -463,6 +465,10 @@ class WorkerStatus(_message.Message):
     """since start: made of grammars, one for each token"""
     mask_s: _builtins.float
     """since start: what making them took, beside the forwards"""
+    late_masks: _builtins.int
+    """since start: how often a step went on without an output whose mask was not there"""
+    slow_grammars: _builtins.int
+    """since start: outputs that ended as their grammars took too much computation"""
     page_network: _builtins.str
     """interface and address by which pages come and go; empty: not said by the user"""
     mixed_steps: _builtins.int
@@ -526,6 +532,8 @@ class WorkerStatus(_message.Message):
         num_incoming: _builtins.int = ...,
         masks: _builtins.int = ...,
         mask_s: _builtins.float = ...,
+        late_masks: _builtins.int = ...,
+        slow_grammars: _builtins.int = ...,
         page_network: _builtins.str = ...,
         tiers: Global___TierReport | None = ...,
         mixed_steps: _builtins.int = ...,
@@ -546,7 +554,7 @@ class WorkerStatus(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["links", b"links", "pages", b"pages", "prompt_steps", b"prompt_steps", "tiers", b"tiers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "certificate_expires", b"certificate_expires", "chunk_s", b"chunk_s", "chunk_tokens", b"chunk_tokens", "decode_tokens", b"decode_tokens", "drafts", b"drafts", "draining", b"draining", "guesses", b"guesses", "links", b"links", "mask_s", b"mask_s", "masks", b"masks", "max_num_seqs", b"max_num_seqs", "mixed_s", b"mixed_s", "mixed_steps", b"mixed_steps", "num_incoming", b"num_incoming", "num_queued", b"num_queued", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "page_network", b"page_network", "pages", b"pages", "preemptions", b"preemptions", "prompt_steps", b"prompt_steps", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_computed", b"prompt_tokens_computed", "refused", b"refused", "right_drafts", b"right_drafts", "right_guesses", b"right_guesses", "steps", b"steps", "tiers", b"tiers", "transfer_bytes", b"transfer_bytes", "unfilled_slots", b"unfilled_slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "certificate_expires", b"certificate_expires", "chunk_s", b"chunk_s", "chunk_tokens", b"chunk_tokens", "decode_tokens", b"decode_tokens", "drafts", b"drafts", "draining", b"draining", "guesses", b"guesses", "late_masks", b"late_masks", "links", b"links", "mask_s", b"mask_s", "masks", b"masks", "max_num_seqs", b"max_num_seqs", "mixed_s", b"mixed_s", "mixed_steps", b"mixed_steps", "num_incoming", b"num_incoming", "num_queued", b"num_queued", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "page_network", b"page_network", "pages", b"pages", "preemptions", b"preemptions", "prompt_steps", b"prompt_steps", "prompt_tokens_cached", b"prompt_tokens_cached", "prompt_tokens_computed", b"prompt_tokens_computed", "refused", b"refused", "right_drafts", b"right_drafts", "right_guesses", b"right_guesses", "slow_grammars", b"slow_grammars", "steps", b"steps", "tiers", b"tiers", "transfer_bytes", b"transfer_bytes", "unfilled_slots", b"unfilled_slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -222,11 +222,13 @@ def test_names_of_fields_with_space_at_an_end_of_the_header_do_no_harm(site: Sit
 
 def test_metrics_tell_of_a_request(site: Site) -> None:
     told = {"pages": site.decode.status.pages, "unfilled_slots": 24}  # of pages of 16
-    site.decode.status = site.decode.status.__class__(decode_tokens=4, **told)
+    site.decode.status = site.decode.status.__class__(decode_tokens=4, late_masks=3, slow_grammars=2, **told)
     site.post(prompt="Hello", max_tokens=5)
     site.decode.wait_for("attach")
     site.until_metric('tandem_kv_unfilled_pages{role="decode",worker="decode-0"}', 1.5)
     metrics = site.metrics()
+    assert metrics['tandem_grammar_late_masks_total{role="decode"}'] == 3
+    assert metrics['tandem_grammars_too_slow_total{role="decode"}'] == 2
     assert metrics['tandem_requests_total{outcome="finished"}'] == 1
     assert metrics["tandem_ttft_seconds_count"] == 1
     assert metrics["tandem_itl_seconds_count"] == 4

@@ -152,8 +152,8 @@ class Held(Executor):
 
 
 def test_a_step_goes_on_without_masks_that_are_late_and_they_are_there_in_a_later_one(inbox: queue.Queue[Any]) -> None:
-    held = Held()
-    guides = Guides(vocabulary(), inbox.put, WorkerCounters(), compiler=InlineExecutor(), masker=held)
+    held, counters = Held(), WorkerCounters()
+    guides = Guides(vocabulary(), inbox.put, counters, compiler=InlineExecutor(), masker=held)
     a, b, c = (TEXTS.index(letter) for letter in "abc")
     begun, first, second = prepared(guides, inbox, regex("abc|ac"), [], [a], [a, b])
     guides.begin([begun, first, second])
@@ -164,6 +164,7 @@ def test_a_step_goes_on_without_masks_that_are_late_and_they_are_there_in_a_late
     assert [bits(guide.allowed()) for guide in (first, second)] == [{b, c}, {c}]
     guides.begin([first, second])
     assert not held.calls, "what is there is not made again"
+    assert (counters.num_late_masks, counters.num_masks, counters.num_slow_grammars) == (2, 2, 0)
 
 
 def test_where_all_masks_are_late_the_first_is_waited_for(inbox: queue.Queue[Any]) -> None:
@@ -183,7 +184,7 @@ def test_where_all_masks_are_late_the_first_is_waited_for(inbox: queue.Queue[Any
 def test_a_slow_grammar_has_threads_of_its_own_and_ends_its_request_by_name(
     guides: Guides, inbox: queue.Queue[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    a = TEXTS.index("a")
+    a, counters = TEXTS.index("a"), guides._counters
     (slow, quick) = prepared(guides, inbox, regex("a*"), [a, a], [a])
     slow.budget.expected_s = 1.0
     held = Held()
@@ -196,8 +197,10 @@ def test_a_slow_grammar_has_threads_of_its_own_and_ends_its_request_by_name(
     held.run()
     with pytest.raises(SlowGrammarError, match="the grammar takes too much computation"):
         slow.allowed()
+    assert counters.num_slow_grammars == 1
     found = prepared(guides, inbox, regex("a*"), [a, a])
     assert isinstance(found, SlowGrammarError), "a replay has the same bound"
+    assert counters.num_slow_grammars == 2
 
 
 def test_a_long_replay_lets_others_have_their_turn(inbox: queue.Queue[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvtransfer.protocol.messages import AttemptKey, Grant
 from tandem.worker.cache_report import CacheNews
 from tandem.worker.request import AttemptFailed, PromptScored, TokenSampled
+from tandem.worker.spans import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,14 @@ class ComputesHere:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptComputed:
+    """All of such a prompt is computed. `spans`: its chunks, in seconds before now."""
+
+    key: AttemptKey
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Admitted:
     """The handoff is verified and in the batch, `admission_s` after its commit came."""
 
@@ -42,7 +51,17 @@ class WriterSuspected:
     incarnation: str
 
 
-Event = GrantMade | ComputesHere | Admitted | PromptScored | TokenSampled | AttemptFailed | WriterSuspected | CacheNews
+Event = (
+    GrantMade
+    | ComputesHere
+    | PromptComputed
+    | Admitted
+    | PromptScored
+    | TokenSampled
+    | AttemptFailed
+    | WriterSuspected
+    | CacheNews
+)
 
 Emit = Callable[[dict[int, list[Event]]], None]
 """Sends events to routers, by session; from any thread."""

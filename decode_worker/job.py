@@ -16,6 +16,7 @@ from tandem.core.token_ids import TokenIds, token_ids
 from tandem.worker.guide import Guide
 from tandem.worker.prompt_scoring import PromptScoring
 from tandem.worker.sequence import Sequence
+from tandem.worker.spans import Spans
 
 #: Stands for the prompt where choices are numbered.
 PROMPT = -1
@@ -132,6 +133,7 @@ class Prompt:
     state: SequenceState
     guide: Guide | None  # of an output that begins
     error: InternalError | None = None  # its logits are of no use: the attempt ends when the step is booked
+    spans: Spans = field(default_factory=Spans)  # its chunks
 
     def rows(self, _: Sequence, _ahead: int) -> list[SampleRow]:
         """Of the missing choices, which have nothing ahead."""

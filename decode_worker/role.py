@@ -6,14 +6,15 @@ so no grant waits for a step. On the *runner's* thread they are in the batch. Th
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as SeqOf
 from copy import copy
 from functools import partial
 from typing import Any
 
-from decode_worker.events import Admitted, ComputesHere, Emit, GrantMade
-from decode_worker.job import PROMPT, Choice, DecodeJob
+from decode_worker.events import Admitted, ComputesHere, Emit, Event, GrantMade, PromptComputed
+from decode_worker.job import PROMPT, Choice, DecodeJob, Prompt
 from decode_worker.ledger import AttemptState, Ledger
 from decode_worker.receiver_driver import ReceiverDriver
 from decode_worker.tokens import TokenBook
@@ -34,6 +35,7 @@ from tandem.worker.prompt_scoring import ScoreTokens
 from tandem.worker.request import AttemptFailed, AttemptSpec, RequestLimits
 from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.sequence import Sequence
+from tandem.worker.spans import before
 from tandem.worker.step import SampleTokens
 from tandem.worker.turn import turn_of
 from tandem.worker.validate import open_journals, validate
@@ -506,10 +508,25 @@ class DecodeRole:
             if self._scheduler.tiers is not None:
                 num_tokens = sum(item.num_tokens for item in batch.items if item.num_tokens > 1 and not item.guesses)
                 self._scheduler.tiers.computed(num_tokens, took_s)
+            if batch.num_chunk_tokens or batch.num_paced_tokens:
+                self._note_chunks(batch, took_s)
             num_new = self._tokens.book(batch)
             self._counters.prompt_steps = self._scheduler.prompt_steps()  # beside those who are left
         self._pacing.first_steps_taken(num_new)
         self.snapshot()
+
+    def _note_chunks(self, batch: Batch, took_s: float) -> None:
+        """Note the chunks of prompts, and tell of those that are computed. No other step has begun since."""
+        events: dict[int, list[Event]] = defaultdict(list)
+        for item in batch.items:
+            sequence = item.sequence
+            match sequence.owner:
+                case Prompt(job=job, spans=spans, error=None) if self.ledger.has(job):
+                    spans.add("chunk", self._step_began_s, self._step_began_s + took_s, item.num_tokens)
+                    if sequence.num_computed >= sequence.num_prompt:
+                        events[job.session].append(PromptComputed(job.key, before(spans.kept, self._clock.now())))
+        if events:
+            self._emit(events)
 
     def may_plan_behind(self, batch: Batch) -> bool:
         if self._guesses is not None:  # which tokens come decides what is guessed behind them

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from decode_worker.events import Admitted, ComputesHere, Event, GrantMade, WriterSuspected
+from decode_worker.events import Admitted, ComputesHere, Event, GrantMade, PromptComputed, WriterSuspected
 from tandem.rpc.convert import by_name
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import decode_pb2 as decode_pb
 from tandem.worker.cache_report import CacheNews
 from tandem.worker.request import AttemptFailed, PromptScored, TokenSampled
-from tandem.worker.wire import cached_to_proto, failed_to_proto, grant_to_proto, scored_to_proto, token_to_proto
+from tandem.worker.wire import (
+    cached_to_proto,
+    failed_to_proto,
+    grant_to_proto,
+    scored_to_proto,
+    spans_to_proto,
+    token_to_proto,
+)
 
 
 def make_events(
@@ -38,6 +45,9 @@ def _event_to_proto(event: Event | pb.WorkerInfo) -> decode_pb.DecodeEvent:
                 **by_name(key), num_cached_tokens=num_cached, num_computed_tokens=num_computed
             )
             return decode_pb.DecodeEvent(local=local)
+        case PromptComputed(key, spans):
+            computed = decode_pb.PromptComputed(**by_name(key), spans=spans_to_proto(spans))
+            return decode_pb.DecodeEvent(computed=computed)
         case Admitted(key, admission_s):
             return decode_pb.DecodeEvent(admitted=decode_pb.Admitted(**by_name(key), admission_s=admission_s))
         case PromptScored():

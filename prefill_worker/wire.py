@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from prefill_worker.events import Event, HandedOff, LinkChanged, PromptEnded, PromptStarted
 from tandem.rpc.convert import by_name
@@ -10,8 +10,7 @@ from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import prefill_pb2 as prefill_pb
 from tandem.worker.cache_report import CacheNews
 from tandem.worker.request import AttemptFailed, PromptPooled, PromptScored, TokenSampled
-from tandem.worker.spans import Span
-from tandem.worker.wire import cached_to_proto, failed_to_proto, scored_to_proto, token_to_proto
+from tandem.worker.wire import cached_to_proto, failed_to_proto, scored_to_proto, spans_to_proto, token_to_proto
 
 
 def make_events(
@@ -36,10 +35,10 @@ def _event_to_proto(event: Event | pb.WorkerInfo) -> prefill_pb.PrefillEvent:
         case TokenSampled():
             return prefill_pb.PrefillEvent(first_token=token_to_proto(event))
         case PromptEnded(key, work, spans):
-            ended = prefill_pb.PrefillEnded(**by_name(key), **by_name(work), spans=_spans(spans))
+            ended = prefill_pb.PrefillEnded(**by_name(key), **by_name(work), spans=spans_to_proto(spans))
             return prefill_pb.PrefillEvent(ended=ended)
         case HandedOff(key, stats, work, spans):
-            facts = {**by_name(key), **by_name(stats), **by_name(work), "spans": _spans(spans)}
+            facts = {**by_name(key), **by_name(stats), **by_name(work), "spans": spans_to_proto(spans)}
             done = prefill_pb.HandoffDone(**facts)
             return prefill_pb.PrefillEvent(handoff_done=done)
         case LinkChanged():
@@ -52,7 +51,3 @@ def _event_to_proto(event: Event | pb.WorkerInfo) -> prefill_pb.PrefillEvent:
             return prefill_pb.PrefillEvent(cached=cached_to_proto(event))
         case AttemptFailed():
             return prefill_pb.PrefillEvent(failed=failed_to_proto(event))
-
-
-def _spans(spans: Iterable[Span]) -> list[prefill_pb.WorkSpan]:
-    return [prefill_pb.WorkSpan(**by_name(span)) for span in spans]

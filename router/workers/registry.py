@@ -31,10 +31,10 @@ from tandem.core.errors import IncompatibleError
 from tandem.core.identity import WORKER_ROLES, Role, WorkerKey
 from tandem.core.metrics import RouterMetrics
 from tandem.rpc.convert import ROLE_FROM_PROTO
-from tandem.rpc.v1.common_pb2 import CachedPages, LinkReport, TierReport, WorkerStatus
+from tandem.rpc.v1.common_pb2 import CachedPages, LinkReport, TierReport, WorkerStatus, WorkSpan
 from tandem.rpc.v1.control_pb2 import Member, Membership, PoolSize
-from tandem.rpc.v1.decode_pb2 import Admitted, ComputesHere, WriterSuspected
-from tandem.rpc.v1.prefill_pb2 import HandoffDone, LinkChanged, PrefillEnded, WorkSpan
+from tandem.rpc.v1.decode_pb2 import Admitted, ComputesHere, PromptComputed, WriterSuspected
+from tandem.rpc.v1.prefill_pb2 import HandoffDone, LinkChanged, PrefillEnded
 
 _log = logging.getLogger(__name__)
 
@@ -436,6 +436,8 @@ class WorkerRegistry:
             case ComputesHere():
                 why = "recovery" if message.attempt > 1 else "colocated" if self.is_colocated else "mixed_pool"
                 metrics.local_prefills.labels(why).inc()
+            case PromptComputed():
+                self.on_work(message.request_id, message.attempt, Role.DECODE, message.spans)
             case WriterSuspected():
                 self._writer_suspected(WorkerKey(message.writer_worker_id, message.writer_incarnation))
             case LinkChanged():

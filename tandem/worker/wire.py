@@ -24,6 +24,7 @@ from tandem.worker.cache_report import CacheNews
 from tandem.worker.prompt_scoring import PromptScoring
 from tandem.worker.request import AttemptFailed, AttemptSpec, ChoiceJournal, PromptScored, TokenSampled
 from tandem.worker.sequence import FinishReason
+from tandem.worker.spans import Span
 
 FINISH_REASONS = {
     None: pb.FINISH_REASON_UNSPECIFIED,
@@ -259,3 +260,7 @@ def refusal_from_proto(message: pb.Error) -> tuple[RefusalReason, str]:
         return RefusalReason(message.reason), message.message
     except ValueError:
         return RefusalReason.UNKNOWN_GRANT, f"{message.reason}: {message.message}"
+
+
+def spans_to_proto(spans: Iterable[Span]) -> list[pb.WorkSpan]:
+    return [pb.WorkSpan(**by_name(span)) for span in spans]

@@ -300,7 +300,7 @@ class ScriptedPrefill(ScriptedWorker, PrefillServiceServicer):
             compute_s=0.01,
             num_computed_tokens=self.num_computed_tokens,
             num_cached_tokens=self.num_cached_tokens,
-            spans=[prefill_pb2.WorkSpan(name="commit", begin_s=0.002, end_s=0.001)],
+            spans=[common_pb2.WorkSpan(name="commit", begin_s=0.002, end_s=0.001)],
         )
         self.emit_all([self._event(handoff_done=done)], self.status)
 

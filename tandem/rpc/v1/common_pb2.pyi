@@ -1057,6 +1057,38 @@ class TokenScore(_message.Message):
 Global___TokenScore: _TypeAlias = TokenScore  # noqa: Y015
 
 @_typing.final
+class WorkSpan(_message.Message):
+    """A part of the work on a prompt. Times are seconds before the message that carries it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    BEGIN_S_FIELD_NUMBER: _builtins.int
+    END_S_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """chunk, first token, transfer or commit"""
+    begin_s: _builtins.float
+    end_s: _builtins.float
+    count: _builtins.int
+    """tokens of a chunk, bytes of a transfer"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        begin_s: _builtins.float = ...,
+        end_s: _builtins.float = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_s", b"begin_s", "count", b"count", "end_s", b"end_s", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkSpan: _TypeAlias = WorkSpan  # noqa: Y015
+
+@_typing.final
 class Cancel(_message.Message):
     """Stops work for one attempt of a request and frees all it holds."""
 

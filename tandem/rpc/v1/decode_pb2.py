@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tandem.rpc.v1 import common_pb2 as tandem_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/decode.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\"\x92\x01\n\rDecodeCommand\x12%\n\x07reserve\x18\x01 \x01(\x0b\x32\x12.tandem.v1.ReserveH\x00\x12#\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x11.tandem.v1.CancelH\x00\x12*\n\nend_choice\x18\x03 \x01(\x0b\x32\x14.tandem.v1.EndChoiceH\x00\x42\t\n\x07\x63ommand\"@\n\tEndChoice\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\"\xd5\x02\n\x07Reserve\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08priority\x18\x03 \x01(\x05\x12\x12\n\nprompt_ids\x18\x04 \x03(\r\x12%\n\x08sampling\x18\x05 \x01(\x0b\x32\x13.tandem.v1.Sampling\x12\x13\n\x0bnum_choices\x18\x06 \x01(\r\x12)\n\x07journal\x18\x07 \x03(\x0b\x32\x18.tandem.v1.ChoiceJournal\x12\x18\n\x10max_local_tokens\x18\x08 \x01(\r\x12\r\n\x05\x61ge_s\x18\t \x01(\x01\x12)\n\x07scoring\x18\n \x01(\x0b\x32\x18.tandem.v1.PromptScoring\x12\x12\n\ncache_salt\x18\x0b \x01(\t\x12\x0f\n\x07unpaced\x18\x0c \x01(\x08\x12\x0f\n\x07slack_s\x18\r \x01(\x01\x12\x0e\n\x06tpot_s\x18\x0e \x01(\x01\"\xb9\x01\n\x05Grant\x12\x10\n\x08grant_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\x1c\n\x14receiver_incarnation\x18\x05 \x01(\t\x12\r\n\x05pages\x18\x06 \x03(\r\x12\x18\n\x10num_cached_pages\x18\x07 \x01(\r\x12\x0f\n\x07lease_s\x18\x08 \x01(\x01\x12\x12\n\ncapability\x18\t \x01(\x0c\"\x8b\x01\n\x0c\x44\x65\x63odeEvents\x12&\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x16.tandem.v1.DecodeEvent\x12\'\n\x06status\x18\x02 \x01(\x0b\x32\x17.tandem.v1.WorkerStatus\x12\x19\n\x0cnum_commands\x18\x03 \x01(\x04H\x00\x88\x01\x01\x42\x0f\n\r_num_commands\"\x92\x03\n\x0b\x44\x65\x63odeEvent\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x15.tandem.v1.WorkerInfoH\x00\x12#\n\x07granted\x18\x02 \x01(\x0b\x32\x10.tandem.v1.GrantH\x00\x12\'\n\x08\x61\x64mitted\x18\x03 \x01(\x0b\x32\x13.tandem.v1.AdmittedH\x00\x12!\n\x05token\x18\x04 \x01(\x0b\x32\x10.tandem.v1.TokenH\x00\x12*\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x18.tandem.v1.AttemptFailedH\x00\x12\x36\n\x10writer_suspected\x18\x06 \x01(\x0b\x32\x1a.tandem.v1.WriterSuspectedH\x00\x12(\n\x05local\x18\x07 \x01(\x0b\x32\x17.tandem.v1.ComputesHereH\x00\x12)\n\x06scored\x18\x08 \x01(\x0b\x32\x17.tandem.v1.PromptScoredH\x00\x12(\n\x06\x63\x61\x63hed\x18\t \x01(\x0b\x32\x16.tandem.v1.CachedPagesH\x00\x42\x07\n\x05\x65vent\"D\n\x08\x41\x64mitted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0b\x61\x64mission_s\x18\x03 \x01(\x01\"k\n\x0c\x43omputesHere\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x04 \x01(\r\"G\n\x0fWriterSuspected\x12\x18\n\x10writer_worker_id\x18\x01 \x01(\t\x12\x1a\n\x12writer_incarnation\x18\x02 \x01(\t\"C\n\x0bPairRequest\x12&\n\x07prefill\x18\x01 \x01(\x0b\x32\x15.tandem.v1.WorkerInfo\x12\x0c\n\x04link\x18\x02 \x01(\r\"S\n\tPairReply\x12%\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x15.tandem.v1.WorkerInfo\x12\x1f\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x10.tandem.v1.Error\"S\n\x14\x41waitGreetingRequest\x12\x1a\n\x12sender_incarnation\x18\x01 \x01(\t\x12\x0c\n\x04link\x18\x02 \x01(\r\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\"&\n\x12\x41waitGreetingReply\x12\x10\n\x08has_come\x18\x01 \x01(\x08\"\x1c\n\x0cLayerDigests\x12\x0c\n\x04xxh3\x18\x01 \x03(\x06\".\n\nFirstToken\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\"\x8c\x01\n\nCommitCall\x12*\n\x06opened\x18\x01 \x01(\x0b\x32\x18.tandem.v1.CommitsOpenedH\x00\x12#\n\x06\x63ommit\x18\x02 \x01(\x0b\x32\x11.tandem.v1.CommitH\x00\x12%\n\x04part\x18\x03 \x01(\x0b\x32\x15.tandem.v1.CommitPartH\x00\x42\x06\n\x04\x63\x61ll\"+\n\rCommitsOpened\x12\x1a\n\x12sender_incarnation\x18\x01 \x01(\t\"\x89\x01\n\x0c\x43ommitAnswer\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08grant_id\x18\x03 \x01(\t\x12\n\n\x02ok\x18\x04 \x01(\x08\x12\x1f\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x10.tandem.v1.Error\x12\x15\n\rverified_at_s\x18\x06 \x01(\x01\"\xbe\x02\n\x06\x43ommit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08grant_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x1c\n\x14receiver_incarnation\x18\x05 \x01(\t\x12\x18\n\x10sender_worker_id\x18\x06 \x01(\t\x12\x1a\n\x12sender_incarnation\x18\x07 \x01(\t\x12!\n\x06layout\x18\x08 \x01(\x0b\x32\x11.tandem.v1.Layout\x12\r\n\x05pages\x18\t \x03(\r\x12\'\n\x06layers\x18\n \x03(\x0b\x32\x17.tandem.v1.LayerDigests\x12+\n\x0c\x66irst_tokens\x18\x0c \x03(\x0b\x32\x15.tandem.v1.FirstToken\x12\x12\n\ncapability\x18\r \x01(\x0c\"\xf8\x01\n\nCommitPart\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08grant_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x1c\n\x14receiver_incarnation\x18\x05 \x01(\t\x12\x18\n\x10sender_worker_id\x18\x06 \x01(\t\x12\x1a\n\x12sender_incarnation\x18\x07 \x01(\t\x12\x13\n\x0b\x66irst_index\x18\x08 \x01(\r\x12\'\n\x06layers\x18\t \x03(\x0b\x32\x17.tandem.v1.LayerDigests\x12\x12\n\ncapability\x18\n \x01(\x0c\"\x85\x01\n\rAttachRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08grant_id\x18\x03 \x01(\t\x12\x1a\n\x12sender_incarnation\x18\x04 \x01(\t\x12\r\n\x05renew\x18\x05 \x01(\x08\x12\x12\n\ncapability\x18\x06 \x01(\x0c\"K\n\x0b\x41ttachReply\x12\n\n\x02ok\x18\x01 \x01(\x08\x12\x1f\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x10.tandem.v1.Error\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\"{\n\x12\x43onfirmIdleRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08grant_id\x18\x03 \x01(\t\x12\x1a\n\x12sender_incarnation\x18\x04 \x01(\t\x12\x12\n\ncapability\x18\x05 \x01(\x0c\"\x12\n\x10\x43onfirmIdleReply2\x9e\x03\n\rDecodeService\x12@\n\x07Session\x12\x18.tandem.v1.DecodeCommand\x1a\x17.tandem.v1.DecodeEvents(\x01\x30\x01\x12\x34\n\x04Pair\x12\x16.tandem.v1.PairRequest\x1a\x14.tandem.v1.PairReply\x12O\n\rAwaitGreeting\x12\x1f.tandem.v1.AwaitGreetingRequest\x1a\x1d.tandem.v1.AwaitGreetingReply\x12=\n\x07\x43ommits\x12\x15.tandem.v1.CommitCall\x1a\x17.tandem.v1.CommitAnswer(\x01\x30\x01\x12:\n\x06\x41ttach\x12\x18.tandem.v1.AttachRequest\x1a\x16.tandem.v1.AttachReply\x12I\n\x0b\x43onfirmIdle\x12\x1d.tandem.v1.ConfirmIdleRequest\x1a\x1b.tandem.v1.ConfirmIdleReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/decode.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\"\x92\x01\n\rDecodeCommand\x12%\n\x07reserve\x18\x01 \x01(\x0b\x32\x12.tandem.v1.ReserveH\x00\x12#\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x11.tandem.v1.CancelH\x00\x12*\n\nend_choice\x18\x03 \x01(\x0b\x32\x14.tandem.v1.EndChoiceH\x00\x42\t\n\x07\x63ommand\"@\n\tEndChoice\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\"\xd5\x02\n\x07Reserve\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08priority\x18\x03 \x01(\x05\x12\x12\n\nprompt_ids\x18\x04 \x03(\r\x12%\n\x08sampling\x18\x05 \x01(\x0b\x32\x13.tandem.v1.Sampling\x12\x13\n\x0bnum_choices\x18\x06 \x01(\r\x12)\n\x07journal\x18\x07 \x03(\x0b\x32\x18.tandem.v1.ChoiceJournal\x12\x18\n\x10max_local_tokens\x18\x08 \x01(\r\x12\r\n\x05\x61ge_s\x18\t \x01(\x01\x12)\n\x07scoring\x18\n \x01(\x0b\x32\x18.tandem.v1.PromptScoring\x12\x12\n\ncache_salt\x18\x0b \x01(\t\x12\x0f\n\x07unpaced\x18\x0c \x01(\x08\x12\x0f\n\x07slack_s\x18\r \x01(\x01\x12\x0e\n\x06tpot_s\x18\x0e \x01(\x01\"\xb9\x01\n\x05Grant\x12\x10\n\x08grant_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\x1c\n\x14receiver_incarnation\x18\x05 \x01(\t\x12\r\n\x05pages\x18\x06 \x03(\r\x12\x18\n\x10num_cached_pages\x18\x07 \x01(\r\x12\x0f\n\x07lease_s\x18\x08 \x01(\x01\x12\x12\n\ncapability\x18\t \x01(\x0c\"\x8b\x01\n\x0c\x44\x65\x63odeEvents\x12&\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x16.tandem.v1.DecodeEvent\x12\'\n\x06status\x18\x02 \x01(\x0b\x32\x17.tandem.v1.WorkerStatus\x12\x19\n\x0cnum_commands\x18\x03 \x01(\x04H\x00\x88\x01\x01\x42\x0f\n\r_num_commands\"\xc1\x03\n\x0b\x44\x65\x63odeEvent\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x15.tandem.v1.WorkerInfoH\x00\x12#\n\x07granted\x18\x02 \x01(\x0b\x32\x10.tandem.v1.GrantH\x00\x12\'\n\x08\x61\x64mitted\x18\x03 \x01(\x0b\x32\x13.tandem.v1.AdmittedH\x00\x12!\n\x05token\x18\x04 \x01(\x0b\x32\x10.tandem.v1.TokenH\x00\x12*\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x18.tandem.v1.AttemptFailedH\x00\x12\x36\n\x10writer_suspected\x18\x06 \x01(\x0b\x32\x1a.tandem.v1.WriterSuspectedH\x00\x12(\n\x05local\x18\x07 \x01(\x0b\x32\x17.tandem.v1.ComputesHereH\x00\x12)\n\x06scored\x18\x08 \x01(\x0b\x32\x17.tandem.v1.PromptScoredH\x00\x12(\n\x06\x63\x61\x63hed\x18\t \x01(\x0b\x32\x16.tandem.v1.CachedPagesH\x00\x12-\n\x08\x63omputed\x18\n \x01(\x0b\x32\x19.tandem.v1.PromptComputedH\x00\x42\x07\n\x05\x65vent\"D\n\x08\x41\x64mitted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0b\x61\x64mission_s\x18\x03 \x01(\x01\"k\n\x0c\x43omputesHere\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x04 \x01(\r\"Y\n\x0ePromptComputed\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\"\n\x05spans\x18\x03 \x03(\x0b\x32\x13.tandem.v1.WorkSpan\"G\n\x0fWriterSuspected\x12\x18\n\x10writer_worker_id\x18\x01 \x01(\t\x12\x1a\n\x12writer_incarnation\x18\x02 \x01(\t\"C\n\x0bPairRequest\x12&\n\x07prefill\x18\x01 \x01(\x0b\x32\x15.tandem.v1.WorkerInfo\x12\x0c\n\x04link\x18\x02 \x01(\r\"S\n\tPairReply\x12%\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x15.tandem.v1.WorkerInfo\x12\x1f\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x10.tandem.v1.Error\"S\n\x14\x41waitGreetingRequest\x12\x1a\n\x12sender_incarnation\x18\x01 \x01(\t\x12\x0c\n\x04link\x18\x02 \x01(\r\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\"&\n\x12\x41waitGreetingReply\x12\x10\n\x08has_come\x18\x01 \x01(\x08\"\x1c\n\x0cLayerDigests\x12\x0c\n\x04xxh3\x18\x01 \x03(\x06\".\n\nFirstToken\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\"\x8c\x01\n\nCommitCall\x12*\n\x06opened\x18\x01 \x01(\x0b\x32\x18.tandem.v1.CommitsOpenedH\x00\x12#\n\x06\x63ommit\x18\x02 \x01(\x0b\x32\x11.tandem.v1.CommitH\x00\x12%\n\x04part\x18\x03 \x01(\x0b\x32\x15.tandem.v1.CommitPartH\x00\x42\x06\n\x04\x63\x61ll\"+\n\rCommitsOpened\x12\x1a\n\x12sender_incarnation\x18\x01 \x01(\t\"\x89\x01\n\x0c\x43ommitAnswer\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08grant_id\x18\x03 \x01(\t\x12\n\n\x02ok\x18\x04 \x01(\x08\x12\x1f\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x10.tandem.v1.Error\x12\x15\n\rverified_at_s\x18\x06 \x01(\x01\"\xbe\x02\n\x06\x43ommit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08grant_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x1c\n\x14receiver_incarnation\x18\x05 \x01(\t\x12\x18\n\x10sender_worker_id\x18\x06 \x01(\t\x12\x1a\n\x12sender_incarnation\x18\x07 \x01(\t\x12!\n\x06layout\x18\x08 \x01(\x0b\x32\x11.tandem.v1.Layout\x12\r\n\x05pages\x18\t \x03(\r\x12\'\n\x06layers\x18\n \x03(\x0b\x32\x17.tandem.v1.LayerDigests\x12+\n\x0c\x66irst_tokens\x18\x0c \x03(\x0b\x32\x15.tandem.v1.FirstToken\x12\x12\n\ncapability\x18\r \x01(\x0c\"\xf8\x01\n\nCommitPart\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08grant_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x1c\n\x14receiver_incarnation\x18\x05 \x01(\t\x12\x18\n\x10sender_worker_id\x18\x06 \x01(\t\x12\x1a\n\x12sender_incarnation\x18\x07 \x01(\t\x12\x13\n\x0b\x66irst_index\x18\x08 \x01(\r\x12\'\n\x06layers\x18\t \x03(\x0b\x32\x17.tandem.v1.LayerDigests\x12\x12\n\ncapability\x18\n \x01(\x0c\"\x85\x01\n\rAttachRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08grant_id\x18\x03 \x01(\t\x12\x1a\n\x12sender_incarnation\x18\x04 \x01(\t\x12\r\n\x05renew\x18\x05 \x01(\x08\x12\x12\n\ncapability\x18\x06 \x01(\x0c\"K\n\x0b\x41ttachReply\x12\n\n\x02ok\x18\x01 \x01(\x08\x12\x1f\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x10.tandem.v1.Error\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\"{\n\x12\x43onfirmIdleRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08grant_id\x18\x03 \x01(\t\x12\x1a\n\x12sender_incarnation\x18\x04 \x01(\t\x12\x12\n\ncapability\x18\x05 \x01(\x0c\"\x12\n\x10\x43onfirmIdleReply2\x9e\x03\n\rDecodeService\x12@\n\x07Session\x12\x18.tandem.v1.DecodeCommand\x1a\x17.tandem.v1.DecodeEvents(\x01\x30\x01\x12\x34\n\x04Pair\x12\x16.tandem.v1.PairRequest\x1a\x14.tandem.v1.PairReply\x12O\n\rAwaitGreeting\x12\x1f.tandem.v1.AwaitGreetingRequest\x1a\x1d.tandem.v1.AwaitGreetingReply\x12=\n\x07\x43ommits\x12\x15.tandem.v1.CommitCall\x1a\x17.tandem.v1.CommitAnswer(\x01\x30\x01\x12:\n\x06\x41ttach\x12\x18.tandem.v1.AttachRequest\x1a\x16.tandem.v1.AttachReply\x12I\n\x0b\x43onfirmIdle\x12\x1d.tandem.v1.ConfirmIdleRequest\x1a\x1b.tandem.v1.ConfirmIdleReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,43 +43,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DECODEEVENTS']._serialized_start=809
   _globals['_DECODEEVENTS']._serialized_end=948
   _globals['_DECODEEVENT']._serialized_start=951
-  _globals['_DECODEEVENT']._serialized_end=1353
-  _globals['_ADMITTED']._serialized_start=1355
-  _globals['_ADMITTED']._serialized_end=1423
-  _globals['_COMPUTESHERE']._serialized_start=1425
-  _globals['_COMPUTESHERE']._serialized_end=1532
-  _globals['_WRITERSUSPECTED']._serialized_start=1534
-  _globals['_WRITERSUSPECTED']._serialized_end=1605
-  _globals['_PAIRREQUEST']._serialized_start=1607
-  _globals['_PAIRREQUEST']._serialized_end=1674
-  _globals['_PAIRREPLY']._serialized_start=1676
-  _globals['_PAIRREPLY']._serialized_end=1759
-  _globals['_AWAITGREETINGREQUEST']._serialized_start=1761
-  _globals['_AWAITGREETINGREQUEST']._serialized_end=1844
-  _globals['_AWAITGREETINGREPLY']._serialized_start=1846
-  _globals['_AWAITGREETINGREPLY']._serialized_end=1884
-  _globals['_LAYERDIGESTS']._serialized_start=1886
-  _globals['_LAYERDIGESTS']._serialized_end=1914
-  _globals['_FIRSTTOKEN']._serialized_start=1916
-  _globals['_FIRSTTOKEN']._serialized_end=1962
-  _globals['_COMMITCALL']._serialized_start=1965
-  _globals['_COMMITCALL']._serialized_end=2105
-  _globals['_COMMITSOPENED']._serialized_start=2107
-  _globals['_COMMITSOPENED']._serialized_end=2150
-  _globals['_COMMITANSWER']._serialized_start=2153
-  _globals['_COMMITANSWER']._serialized_end=2290
-  _globals['_COMMIT']._serialized_start=2293
-  _globals['_COMMIT']._serialized_end=2611
-  _globals['_COMMITPART']._serialized_start=2614
-  _globals['_COMMITPART']._serialized_end=2862
-  _globals['_ATTACHREQUEST']._serialized_start=2865
-  _globals['_ATTACHREQUEST']._serialized_end=2998
-  _globals['_ATTACHREPLY']._serialized_start=3000
-  _globals['_ATTACHREPLY']._serialized_end=3075
-  _globals['_CONFIRMIDLEREQUEST']._serialized_start=3077
-  _globals['_CONFIRMIDLEREQUEST']._serialized_end=3200
-  _globals['_CONFIRMIDLEREPLY']._serialized_start=3202
-  _globals['_CONFIRMIDLEREPLY']._serialized_end=3220
-  _globals['_DECODESERVICE']._serialized_start=3223
-  _globals['_DECODESERVICE']._serialized_end=3637
+  _globals['_DECODEEVENT']._serialized_end=1400
+  _globals['_ADMITTED']._serialized_start=1402
+  _globals['_ADMITTED']._serialized_end=1470
+  _globals['_COMPUTESHERE']._serialized_start=1472
+  _globals['_COMPUTESHERE']._serialized_end=1579
+  _globals['_PROMPTCOMPUTED']._serialized_start=1581
+  _globals['_PROMPTCOMPUTED']._serialized_end=1670
+  _globals['_WRITERSUSPECTED']._serialized_start=1672
+  _globals['_WRITERSUSPECTED']._serialized_end=1743
+  _globals['_PAIRREQUEST']._serialized_start=1745
+  _globals['_PAIRREQUEST']._serialized_end=1812
+  _globals['_PAIRREPLY']._serialized_start=1814
+  _globals['_PAIRREPLY']._serialized_end=1897
+  _globals['_AWAITGREETINGREQUEST']._serialized_start=1899
+  _globals['_AWAITGREETINGREQUEST']._serialized_end=1982
+  _globals['_AWAITGREETINGREPLY']._serialized_start=1984
+  _globals['_AWAITGREETINGREPLY']._serialized_end=2022
+  _globals['_LAYERDIGESTS']._serialized_start=2024
+  _globals['_LAYERDIGESTS']._serialized_end=2052
+  _globals['_FIRSTTOKEN']._serialized_start=2054
+  _globals['_FIRSTTOKEN']._serialized_end=2100
+  _globals['_COMMITCALL']._serialized_start=2103
+  _globals['_COMMITCALL']._serialized_end=2243
+  _globals['_COMMITSOPENED']._serialized_start=2245
+  _globals['_COMMITSOPENED']._serialized_end=2288
+  _globals['_COMMITANSWER']._serialized_start=2291
+  _globals['_COMMITANSWER']._serialized_end=2428
+  _globals['_COMMIT']._serialized_start=2431
+  _globals['_COMMIT']._serialized_end=2749
+  _globals['_COMMITPART']._serialized_start=2752
+  _globals['_COMMITPART']._serialized_end=3000
+  _globals['_ATTACHREQUEST']._serialized_start=3003
+  _globals['_ATTACHREQUEST']._serialized_end=3136
+  _globals['_ATTACHREPLY']._serialized_start=3138
+  _globals['_ATTACHREPLY']._serialized_end=3213
+  _globals['_CONFIRMIDLEREQUEST']._serialized_start=3215
+  _globals['_CONFIRMIDLEREQUEST']._serialized_end=3338
+  _globals['_CONFIRMIDLEREPLY']._serialized_start=3340
+  _globals['_CONFIRMIDLEREPLY']._serialized_end=3358
+  _globals['_DECODESERVICE']._serialized_start=3361
+  _globals['_DECODESERVICE']._serialized_end=3775
 # @@protoc_insertion_point(module_scope)

@@ -254,6 +254,7 @@ class DecodeEvent(_message.Message):
     LOCAL_FIELD_NUMBER: _builtins.int
     SCORED_FIELD_NUMBER: _builtins.int
     CACHED_FIELD_NUMBER: _builtins.int
+    COMPUTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> _common_pb2.WorkerInfo: ...
     @_builtins.property
@@ -272,6 +273,8 @@ class DecodeEvent(_message.Message):
     def scored(self) -> _common_pb2.PromptScored: ...
     @_builtins.property
     def cached(self) -> _common_pb2.CachedPages: ...
+    @_builtins.property
+    def computed(self) -> Global___PromptComputed: ...
     def __init__(
         self,
         *,
@@ -284,12 +287,13 @@ class DecodeEvent(_message.Message):
         local: Global___ComputesHere | None = ...,
         scored: _common_pb2.PromptScored | None = ...,
         cached: _common_pb2.CachedPages | None = ...,
+        computed: Global___PromptComputed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "cached", b"cached", "event", b"event", "failed", b"failed", "granted", b"granted", "hello", b"hello", "local", b"local", "scored", b"scored", "token", b"token", "writer_suspected", b"writer_suspected"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "cached", b"cached", "computed", b"computed", "event", b"event", "failed", b"failed", "granted", b"granted", "hello", b"hello", "local", b"local", "scored", b"scored", "token", b"token", "writer_suspected", b"writer_suspected"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "cached", b"cached", "event", b"event", "failed", b"failed", "granted", b"granted", "hello", b"hello", "local", b"local", "scored", b"scored", "token", b"token", "writer_suspected", b"writer_suspected"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "cached", b"cached", "computed", b"computed", "event", b"event", "failed", b"failed", "granted", b"granted", "hello", b"hello", "local", b"local", "scored", b"scored", "token", b"token", "writer_suspected", b"writer_suspected"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["hello", "granted", "admitted", "token", "failed", "writer_suspected", "local", "scored", "cached"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["hello", "granted", "admitted", "token", "failed", "writer_suspected", "local", "scored", "cached", "computed"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -356,6 +360,36 @@ class ComputesHere(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ComputesHere: _TypeAlias = ComputesHere  # noqa: Y015
+
+@_typing.final
+class PromptComputed(_message.Message):
+    """All of such a prompt is computed; its first tokens follow."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    attempt: _builtins.int
+    @_builtins.property
+    def spans(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.WorkSpan]:
+        """its chunks, each with all of the step that it was in"""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        spans: _abc.Iterable[_common_pb2.WorkSpan] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id", "spans", b"spans"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptComputed: _TypeAlias = PromptComputed  # noqa: Y015
 
 @_typing.final
 class WriterSuspected(_message.Message):

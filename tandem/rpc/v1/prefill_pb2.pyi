@@ -390,7 +390,7 @@ class HandoffDone(_message.Message):
     answer_s: _builtins.float
     """decode's verification to acknowledgement; 0: on another host, not known"""
     @_builtins.property
-    def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkSpan]:
+    def spans(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.WorkSpan]:
         """what was done for it, and when"""
 
     def __init__(
@@ -407,7 +407,7 @@ class HandoffDone(_message.Message):
         num_computed_tokens: _builtins.int = ...,
         num_cached_tokens: _builtins.int = ...,
         answer_s: _builtins.float = ...,
-        spans: _abc.Iterable[Global___WorkSpan] | None = ...,
+        spans: _abc.Iterable[_common_pb2.WorkSpan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -465,7 +465,7 @@ class PrefillEnded(_message.Message):
     num_computed_tokens: _builtins.int
     num_cached_tokens: _builtins.int
     @_builtins.property
-    def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkSpan]: ...
+    def spans(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.WorkSpan]: ...
     def __init__(
         self,
         *,
@@ -474,7 +474,7 @@ class PrefillEnded(_message.Message):
         compute_s: _builtins.float = ...,
         num_computed_tokens: _builtins.int = ...,
         num_cached_tokens: _builtins.int = ...,
-        spans: _abc.Iterable[Global___WorkSpan] | None = ...,
+        spans: _abc.Iterable[_common_pb2.WorkSpan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -483,38 +483,6 @@ class PrefillEnded(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefillEnded: _TypeAlias = PrefillEnded  # noqa: Y015
-
-@_typing.final
-class WorkSpan(_message.Message):
-    """A part of the work on a prompt. Times are seconds before the message that carries it."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAME_FIELD_NUMBER: _builtins.int
-    BEGIN_S_FIELD_NUMBER: _builtins.int
-    END_S_FIELD_NUMBER: _builtins.int
-    COUNT_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    """chunk, first token, transfer or commit"""
-    begin_s: _builtins.float
-    end_s: _builtins.float
-    count: _builtins.int
-    """tokens of a chunk, bytes of a transfer"""
-    def __init__(
-        self,
-        *,
-        name: _builtins.str = ...,
-        begin_s: _builtins.float = ...,
-        end_s: _builtins.float = ...,
-        count: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_s", b"begin_s", "count", b"count", "end_s", b"end_s", "name", b"name"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___WorkSpan: _TypeAlias = WorkSpan  # noqa: Y015
 
 @_typing.final
 class StopWritesRequest(_message.Message):

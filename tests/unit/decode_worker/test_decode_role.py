@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
-from decode_worker.events import Admitted, ComputesHere, Event, GrantMade
+from decode_worker.events import Admitted, ComputesHere, Event, GrantMade, PromptComputed
 from decode_worker.receiver_driver import ReceiverDriver
 from decode_worker.role import DecodeRole
 from kvtransfer.digest import digests_of
@@ -38,6 +38,7 @@ from tandem.worker.request import AttemptFailed, AttemptSpec, ChoiceJournal, Req
 from tandem.worker.runner import Runner, inputs_of
 from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.sequence import FinishReason
+from tandem.worker.spans import Span
 from tests.support.imports import HEAVY, loaded_by
 from tests.support.inline import inline_guides
 from tests.support.scripted_model import TEXTS, score
@@ -275,6 +276,19 @@ def test_where_nobody_wants_more_of_any_choice_the_attempt_has_ended() -> None:
     for choice in (0, 1):
         world.role.end_choice(key, choice)
     world.assert_empty()
+
+
+def test_chunks_of_a_prompt_that_is_computed_here_are_told_before_its_first_token() -> None:
+    world = World()
+    world.step_s = 0.25
+    key = world.reserve(local=40, num_tokens=40, unpaced=True)
+    for _ in range(3):
+        world.step()
+    begun, computed, token = world.take()
+    assert isinstance(begun, ComputesHere)
+    chunks = (Span("chunk", 0.75, 0.5, 16), Span("chunk", 0.5, 0.25, 16), Span("chunk", 0.25, 0.0, 8))
+    assert computed == PromptComputed(key, chunks)
+    assert isinstance(token, TokenSampled)
 
 
 def test_steps_with_prompts_beside_the_batch_are_counted_and_timed() -> None:

@@ -34,7 +34,7 @@ def test_a_message_has_all_events_in_order_and_the_status() -> None:
     assert (message.status, message.num_commands) == (status, 7)
     name = {"request_id": "request", "attempt": 2}
     work = {"compute_s": 0.5, "num_computed_tokens": 7, "num_cached_tokens": 4}
-    spans = [prefill_pb.WorkSpan(name="chunk", begin_s=0.5, end_s=0.25, count=7)]
+    spans = [pb.WorkSpan(name="chunk", begin_s=0.5, end_s=0.25, count=7)]
     assert list(message.events[:5]) == [
         prefill_pb.PrefillEvent(hello=hello),
         prefill_pb.PrefillEvent(started=prefill_pb.PrefillStarted(**name, num_cached_tokens=4)),

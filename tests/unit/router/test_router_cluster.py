@@ -22,13 +22,21 @@ from router.workers.gauges import RouterGauges
 from router.workers.registry import WorkerRegistry
 from router.workers.session import SessionState, WorkerSession
 from tandem.core.clock import VirtualClock
-from tandem.core.identity import WorkerKey
+from tandem.core.identity import Role, WorkerKey
 from tandem.core.metrics import RouterMetrics
 from tandem.rpc.guard import RoleGuard
 from tandem.rpc.permissions import PeerRole
-from tandem.rpc.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL, LinkReport, LinkStatus, WorkerInfo, WorkerStatus
+from tandem.rpc.v1.common_pb2 import (
+    ROLE_DECODE,
+    ROLE_PREFILL,
+    LinkReport,
+    LinkStatus,
+    WorkerInfo,
+    WorkerStatus,
+    WorkSpan,
+)
 from tandem.rpc.v1.control_pb2 import Member, Membership, RouterStatusRequest, SuspectedWriter
-from tandem.rpc.v1.decode_pb2 import Admitted, WriterSuspected
+from tandem.rpc.v1.decode_pb2 import Admitted, PromptComputed, WriterSuspected
 from tandem.rpc.v1.prefill_pb2 import HandoffDone, LinkChanged
 from tests.support.router_site import Site
 from tests.support.scripted_worker import ScriptedDecode, ScriptedPrefill
@@ -156,6 +164,14 @@ def test_what_a_handoff_took_is_measured() -> None:
     sums = {"handoff": 0.5, "exposed_transfer": 0.25, "prefill_compute": 2.0, "admission": 0.125}
     for name, seconds in sums.items():
         assert f"tandem_{name}_seconds_sum {seconds}\n".encode() in metrics.exposition()
+
+
+def test_chunks_that_decode_computed_are_its_work_in_a_waterfall() -> None:
+    registry, heard = WorkerRegistry(lease_s=1.0, metrics=RouterMetrics()), list[tuple[object, ...]]()
+    registry.on_work = lambda *work: heard.append(work)
+    chunk = WorkSpan(name="chunk", begin_s=0.5, end_s=0.25, count=7)
+    registry.event_seen(PromptComputed(request_id="r", attempt=2, spans=[chunk]))
+    assert [(*work[:3], list(work[3])) for work in heard] == [("r", 2, Role.DECODE, [chunk])]  # type: ignore[call-overload]
 
 
 def test_what_prefill_workers_say_of_their_links_is_in_the_snapshot_and_the_metrics() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from router.lifecycle.turns import Turns
@@ -58,8 +58,8 @@ class Figures:
         """A request."""
         self.num_open -= 1
 
-    def sample(self, prefill: Iterable[Machine], decode: Iterable[Machine], turns: Turns) -> Sample:
-        """Since the last call. `turns`: who waits in the router."""
+    def sample(self, prefill: Iterable[Machine], decode: Iterable[Machine], turns: Sequence[Turns]) -> Sample:
+        """Since the last call. `turns`: who waits, in each router."""
         asked, self._before = added(now := Asked(*self._now), self._before, -1), now
         machines = {Role.PREFILL: list(prefill), Role.DECODE: list(decode)}
         worked = {role: [self._since(machine) for machine in some] for role, some in machines.items()}
@@ -70,10 +70,11 @@ class Figures:
         for machine in machines[Role.DECODE]:
             num_held += len(machine.scheduler.running) + machine.ledger.num_to_come
             num_waiting += len(machine.scheduler.waiting) + len(machine.ledger.waiting)
+        num_waiting += sum(each.num_held_for_decode for each in turns)
         held = Held(
-            waiting_tokens=queued + turns.num_waiting_tokens_to_compute,
+            waiting_tokens=queued + sum(each.num_waiting_tokens_to_compute for each in turns),
             kv_tokens=kv,
-            waiting_kv_tokens=(num_waiting + turns.num_held_for_decode) * kv / num_held if num_held else 0.0,
+            waiting_kv_tokens=num_waiting * kv / num_held if num_held else 0.0,
             kv_capacity=sum(pool.num_pages * pool.page_size for pool in pools) / len(pools) if pools else 0,
             max_num_seqs=machines[Role.DECODE][0].scheduler.limits.max_num_seqs if pools else 0,
         )

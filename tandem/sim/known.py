@@ -1,16 +1,17 @@
-"""What the router of a simulation knows: its workers as they were when they last told, what it has sent them since,
-which ways between them are slow, and who waits in it for its turn."""
+"""What one router of a simulation knows: workers as they were when they last told, what it has sent them since, which
+ways between them are slow, and who waits in it for its turn."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 
 from prefill_worker.links import REMEMBERED_S
 from router.lifecycle.turns import Turns
-from router.policy.gate import Room
-from router.policy.pool import Pool
+from router.policy.gate import Room, places_of_one
+from router.policy.known_load import KnownLoad, Report
+from router.policy.pool import Pool, Share
 from router.policy.prefix import HeldPrefix
 from router.policy.route import RequestFacts
 from router.policy.snapshot import Link, Pair, Snapshot, TierReads
@@ -23,6 +24,7 @@ from tandem.sim.kernel import Kernel
 from tandem.sim.load import Arrival
 from tandem.sim.machine import Machine, Work
 from tandem.sim.prefixes import Prefixes
+from tandem.sim.reports import PageNews, Status
 from tandem.sim.shape import WorldShape
 
 
@@ -31,17 +33,18 @@ class Known:
     turns: requests that wait.
     """
 
-    def __init__(self, shape: WorldShape, kernel: Kernel) -> None:
-        self._shape, self._kernel = shape, kernel
+    def __init__(self, shape: WorldShape, kernel: Kernel, share: Share) -> None:
+        """`share`: which of how many routers this is."""
+        self._shape, self._kernel, self._share = shape, kernel, share
         self.turns = Turns(self.room, shape.ageing_s, kernel.clock)
         self._pools = {role: Pool(role) for role in WORKER_ROLES}
         self._prefixes = Prefixes(shape.kv_format.layout.page_size) if shape.prefix_cache else None
-        # Where all requests are of one tenant, and of no session, it makes no difference who has got how much.
-        self._counts_tokens = bool(shape.tenants) or shape.names_sessions
         self._prompt_speed = Learnt()  # tokens a second of computation
         self._takes_requests: set[WorkerKey] = set()
-        self._told_s: dict[WorkerKey, float] = {}
-        self._told: dict[WorkerKey, Work] = {}  # what it had done by then
+        # Of each worker that ever took requests.
+        self._loads: dict[WorkerKey, KnownLoad] = {}
+        self._num_sent = Counter[WorkerKey]()  # commands
+        self._told: dict[WorkerKey, Work] = {}  # what it had done when it told last
         self._learnt_reads: dict[WorkerKey, LearntReads] = {}  # from the tiers of each worker
         self._tier_reads: dict[WorkerKey, TierReads] = {}
         self._links: dict[Pair, Link] = {}  # those that are slow
@@ -50,10 +53,10 @@ class Known:
     # -- workers
 
     def add(self, machine: Machine) -> None:
-        """It takes requests."""
+        """It takes requests; how it is, it is about to tell."""
         self._takes_requests.add(machine.key)
-        self._told[machine.key] = Work()
-        self.tell(machine)  # as one that has nothing to do: decode may compute prompts
+        report = Report(num_available_pages=machine.pool.num_pages, num_commands=0)
+        self._loads[machine.key], self._told[machine.key] = KnownLoad(report), Work()
 
     def leave(self, machine: Machine) -> None:
         """It takes no more."""
@@ -64,10 +67,6 @@ class Known:
         self.turns.look()
 
     # -- prompts that begin alike
-
-    def page_keys(self, arrival: Arrival) -> PageKeys:
-        """Of the full pages of its prompt and its answer; none without prefix caches."""
-        return self._prefixes.keys(arrival) if self._prefixes is not None else PageKeys()
 
     def foresee(self, job: Job, workers: Iterable[WorkerKey]) -> None:
         """These are about to have its pages."""
@@ -98,15 +97,20 @@ class Known:
 
     # -- loads
 
+    def load(self, worker: WorkerKey) -> KnownLoad:
+        """Of one that takes requests, or did."""
+        return self._loads[worker]
+
     def show(self, machine: Machine) -> None:
-        """Its load as it is now, to the router."""
+        """Its load as it is known now counts for what is placed next."""
         if machine.key in self._takes_requests:
-            self._pools[machine.role].put(machine.load())
+            self._pools[machine.role].put(machine.load(self._loads[machine.key]))
 
     @property
-    def num_places(self) -> int:
-        """Sequences that the batches of all decode workers hold."""
-        return self._pools[Role.DECODE].num_places
+    def num_places(self) -> float:
+        """Of the sequences that the batches of all decode workers hold, those of this router."""
+        decode = self._pools[Role.DECODE]
+        return places_of_one(decode.num_places, self._share.of, decode.num_others)
 
     def room(self) -> Room:
         """What the workers can take."""
@@ -117,6 +121,7 @@ class Known:
             is_mixed=self._shape.mixed_pool_tokens > 0 or self._shape.is_colocated,
             tokens_per_s=self._prompt_speed.at(self._kernel.now_s),
             num_places=self.num_places,
+            num_routers=self._share.of,
         )
 
     def snapshot(self) -> Snapshot:
@@ -126,6 +131,7 @@ class Known:
             links=self._links,
             tier_reads=self._tier_reads,
             prefill_tokens_per_s=self._prompt_speed.at(self._kernel.now_s),
+            share=self._share,
             is_colocated=self._shape.is_colocated,
         )
 
@@ -147,67 +153,54 @@ class Known:
         return self._prefixes.held(page_keys, arrival.num_input) if self._prefixes is not None else HeldPrefix()
 
     def send(self, job: Job, to: Machine, num_tokens: int, num_pages: int, call: Callable[[Job], object]) -> None:
-        to.num_commands_sent += 1
-        number = to.num_commands_sent
-        to.known.hold(job.key.request_id, number, num_tokens, num_pages, computes=num_tokens > 0)
+        """A command, by which `call` comes at the worker."""
+        self._num_sent[to.key] += 1
+        number = self._num_sent[to.key]
+        self._loads[to.key].hold(job.key.request_id, number, num_tokens, num_pages, computes=num_tokens > 0)
         self.show(to)
+        to.num_on_their_way += 1
 
         def arrive() -> None:
-            to.num_commands = number
+            to.num_commands[self._share.number] = number
+            to.num_on_their_way -= 1
             if not to.is_dead:
                 call(job)
 
         self._kernel.after(self._shape.message_s, arrive)
 
     def taken_up(self, machine: Machine, job: Job, *, steps: bool) -> None:
-        """The router hears that the worker has pages for it, computes it or generates."""
-        if machine.known.note_taken_up(job.key.request_id, steps=steps):
+        """The worker has pages for it, computes it or generates."""
+        if self._loads[machine.key].note_taken_up(job.key.request_id, steps=steps):
             self.show(machine)
 
     def let_go(self, machine: Machine, job: Job) -> None:
-        if machine.known.let_go(job.key.request_id):
+        if self._loads[machine.key].let_go(job.key.request_id):
             self.show(machine)
 
-    def tell(self, machine: Machine) -> None:
-        now_s, work, before = self._kernel.now_s, machine.work, self._told[machine.key]
-        machine.tell()
-        self.hear_pages(machine)
-        self._hear_reads(machine)
+    # -- what workers tell
+
+    def hear(self, status: Status) -> None:
+        """How a worker was when it told this."""
+        machine, work, now_s = status.machine, status.work, self._kernel.now_s
+        before, self._told[machine.key] = self._told[machine.key], work
+        self._loads[machine.key].hear(status.report(self._share.number))
+        self.hear_pages(status.pages)
+        if status.reads is not None:
+            learnt = self._learnt_reads.setdefault(machine.key, LearntReads())
+            page_size = self._shape.kv_format.layout.page_size
+            self._tier_reads[machine.key] = learnt.note(status.reads, page_size, now_s)
         if machine.role is Role.PREFILL and (busy_s := work.busy_s - before.busy_s) > 0:
             self._prompt_speed.note(work.num_tokens - before.num_tokens, busy_s, now_s)
         elif self._shape.is_colocated and (chunk_s := work.chunk_s - before.chunk_s) > 0:
             self._prompt_speed.note(work.num_chunk_tokens - before.num_chunk_tokens, chunk_s, now_s)
-        self._told[machine.key], self._told_s[machine.key] = replace(work), now_s
-        if self._counts_tokens:
-            for choice in machine.scheduler.running:
-                choice.owner.request.charge()
         self.show(machine)
         self.turns.look()
 
-    def hear_pages(self, machine: Machine) -> None:
-        """Which came to its cache, or the tiers below, and which went."""
-        if self._prefixes is None:
+    def hear_pages(self, news: PageNews) -> None:
+        """Which came to a worker's cache, or the tiers below, and which went."""
+        if self._prefixes is None or news.worker not in self._takes_requests:
             return
-        change, of_tiers = machine.pool.take_changes(), machine.take_tier_news()
-        if machine.key in self._takes_requests:
-            if change is not None:
-                self._prefixes.hear(machine.key, change)
-            if machine.tiers is not None:
-                self._prefixes.hear_tiers(machine.key, *of_tiers)
-
-    def _hear_reads(self, machine: Machine) -> None:
-        """How fast it reads from its tiers."""
-        if machine.tiers is not None:
-            learnt = self._learnt_reads.setdefault(machine.key, LearntReads())
-            counted = ((store.name, store.counters.num_read, store.counters.read_s) for store in machine.tiers.stores)
-            page_size = self._shape.kv_format.layout.page_size
-            self._tier_reads[machine.key] = learnt.note(counted, page_size, self._kernel.now_s)
-
-    def report_due_s(self, machine: Machine) -> float:
-        return self._told_s[machine.key] + self._shape.report_s
-
-    def may_tell(self, machine: Machine) -> None:
-        now_s = self._kernel.now_s
-        is_idle = not machine.scheduler.running and not machine.scheduler.waiting
-        if is_idle or now_s >= self.report_due_s(machine):
-            self.tell(machine)
+        if news.cached is not None:
+            self._prefixes.hear(news.worker, news.cached)
+        if news.of_tiers is not None:
+            self._prefixes.hear_tiers(news.worker, *news.of_tiers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -104,8 +105,8 @@ class Machine:
             self._pool.note_changes()
         self._ledger = Ledger[Job](self._scheduler, bound=limits.queue_bound)
         self.work = Work()
-        self.known = KnownLoad(Report(num_available_pages=num_pages, num_commands=0))  # to the router
-        self.num_commands_sent = self.num_commands = 0  # by the router; and how many have come
+        self.num_commands = Counter[int]()  # that have come, by the number of their router
+        self.num_on_their_way = 0  # commands of any router
         self._on_preempted, self._on_admitted = on_preempted, on_admitted
         self._kernel, self._times, self._limits, self._on_step = kernel, times, limits, on_step
         self._kv_format = kv_format
@@ -325,26 +326,32 @@ class Machine:
     @property
     def is_empty(self) -> bool:
         """Nothing is here, or on its way here."""
-        return not self.choices and not self.num_waiting and self.num_commands == self.num_commands_sent
+        return not self.num_requests and not self.num_on_their_way
 
-    def tell(self) -> None:
-        """Report how things are now."""
+    @property
+    def num_requests(self) -> int:
+        """All that run or wait here."""
+        scheduler = self.scheduler
+        num_choices = len(scheduler.running) + len(scheduler.waiting) + len(scheduler.parked) + len(self.fetching)
+        return num_choices + self.num_waiting
+
+    def report(self) -> Report:
+        """How things are now; of which router's commands, it does not say."""
         choices, counts = self.choices, self.pool.counts()
         num_tokens = sum(choice.num_to_compute for choice in choices if not choice.is_decode)
         num_tokens += sum(job.num_tokens for job in self._ledger.waiting if job.max_local_tokens)
-        report = Report(
+        return Report(
             num_active=len(choices) + self.num_waiting,
             num_queued_tokens=num_tokens,
             num_available_pages=counts.free + counts.cached,
             num_stepping=len(self.scheduler.running),
-            num_commands=self.num_commands,
             prompt_steps=self.scheduler.prompt_steps(),
         )
-        self.known.hear(report)
 
-    def load(self) -> WorkerLoad:
+    def load(self, known: KnownLoad) -> WorkerLoad:
+        """As a router sees it that knows so much."""
         most = self._limits.max_num_seqs if self.role is Role.DECODE else 0
-        return self.known.load(self.key, self._kv_format, self.pool.page_size, most)
+        return known.load(self.key, self._kv_format, self.pool.page_size, most)
 
 
 def _change(news: dict[bytes, bool]) -> CacheChange:

@@ -20,6 +20,7 @@ class Outcome:
 
     arrival: Arrival
     targets: Targets = ENDLESS  # by when its tokens were wanted
+    router: int = 0  # its number
     prefill: str = ""  # the worker; empty: decode computed the prompt
     decode: str = ""
     first_token_s: float = 0.0

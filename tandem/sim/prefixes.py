@@ -20,14 +20,11 @@ _REST = bytes(KEY_BYTES - SHORT)  # of a key: routers know it by what is before
 
 
 @dataclass(slots=True)
-class Prefixes:
-    """Args: page_size: tokens in a page."""
+class PageNames:
+    """What pages of prompts are called, wherever they lie. Args: page_size: tokens in a page."""
 
     page_size: int
     _names: BlockNames = field(default_factory=BlockNames, init=False)
-    _index: PageIndex[bytes, WorkerKey] = field(default_factory=lambda: PageIndex(MOST_KEYS), init=False)
-    _stored: PageIndex[bytes, WorkerKey] = field(default_factory=lambda: PageIndex(MOST_KEYS), init=False)
-    _near: PageIndex[bytes, WorkerKey] = field(default_factory=lambda: PageIndex(MOST_KEYS), init=False)
 
     def keys(self, arrival: Arrival) -> PageKeys:
         """One for each full page of the prompt and the answer behind it. What others do not begin with is like no
@@ -52,6 +49,16 @@ class Prefixes:
         whose = arrival.number if arrival.conversation is None else arrival.conversation
         (common, own), _ = self._names.keys((-1, -2 - whose))
         return (common if token < arrival.num_common else own for token in last_tokens)
+
+
+@dataclass(slots=True)
+class Prefixes:
+    """Who holds which pages, as one router knows it. Args: page_size: tokens in a page."""
+
+    page_size: int
+    _index: PageIndex[bytes, WorkerKey] = field(default_factory=lambda: PageIndex(MOST_KEYS), init=False)
+    _stored: PageIndex[bytes, WorkerKey] = field(default_factory=lambda: PageIndex(MOST_KEYS), init=False)
+    _near: PageIndex[bytes, WorkerKey] = field(default_factory=lambda: PageIndex(MOST_KEYS), init=False)
 
     def hear(self, worker: WorkerKey, change: CacheChange) -> None:
         _note(self._index, worker, change)

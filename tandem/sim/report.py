@@ -113,6 +113,15 @@ def content(world: World, scenario: Scenario, name: str, outcomes: Sequence[Outc
             }
             for at_s, change in world.role_changes
         ],
+        "routers": [
+            {
+                "name": _router_name(router.number),
+                "num_requests": router.num_requests,
+                "num_placed": router.num_placed,
+                "most_waiting": router.most_waiting,
+            }
+            for router in world.routers
+        ],
         "num_by_decode_alone": sum(not one.prefill for one in outcomes),
         "longest_gap_s": dataclasses.asdict(gaps) if gaps else None,
         "parts": {
@@ -139,6 +148,7 @@ def content(world: World, scenario: Scenario, name: str, outcomes: Sequence[Outc
                 "arrived_s": one.arrival.arrived_s,
                 "num_input": one.arrival.num_input,
                 "num_output": one.arrival.num_output,
+                "router": _router_name(one.router),
                 "prefill": one.prefill,
                 "decode": one.decode,
                 "first_token_s": one.first_token_s,
@@ -151,6 +161,11 @@ def content(world: World, scenario: Scenario, name: str, outcomes: Sequence[Outc
             for one in outcomes
         ],
     }
+
+
+def _router_name(number: int) -> str:
+    """As a cluster calls it."""
+    return f"{Role.ROUTER.value}-{number}"
 
 
 def _tenant(world: World, name: str, asked: Sequence[Outcome]) -> dict[str, Any]:
@@ -332,6 +347,8 @@ def tables(found: dict[str, Any]) -> list[Table]:
     if found["costs"] is not None:
         for name, said in cost_rows(found["costs"]):
             counts.add_row(name, said)
+    if len(found["routers"]) > 1:
+        counts.add_row("routers", _routers_said(found["routers"]))
     if found["role_changes"]:
         counts.add_row("role changes", str(len(found["role_changes"])))
     counts.add_row("simulated", f"{found['simulated_s']:,.1f} s in {found['took_s']:,.1f} s")
@@ -356,6 +373,14 @@ def tables(found: dict[str, Any]) -> list[Table]:
     of_shares = [table for table in (classes, tenants) if table.rows]
     of_types = [cost_table(found["costs"])] if found["costs"] is not None else []
     return [latencies, counts, pools, *of_types, *turns, *of_shares]
+
+
+def _routers_said(routers: Sequence[dict[str, Any]]) -> str:
+    placed, waiting = ([one[name] for one in routers] for name in ("num_placed", "most_waiting"))
+    return (
+        f"{len(routers)}; each placed {min(placed):,} to {max(placed):,} times, and at most {min(waiting):,} to "
+        f"{max(waiting):,} requests waited in it at a time"
+    )
 
 
 def _tenant_table(tenants: Sequence[dict[str, Any]]) -> Table:

@@ -62,6 +62,9 @@ class NetworkSpec:
     message_us: float = key(500.0, "From the router to a worker, or back.", minimum=0)
     report_ms: float = key(50.0, "A worker that computes tells of itself so often.", minimum=0)
     tells_links: bool = key(True, "Routers hear of slow ways, as they do; false: what it costs if they do not.")
+    tells_changes: bool = key(
+        False, "One router, too, hears at once that the number of a worker's requests has changed, as several do."
+    )
 
 
 @dataclass(frozen=True)
@@ -215,6 +218,9 @@ class Scenario(TimeModel):
             ageing_s=config.scheduling.priority_ageing_s,
             max_waiting=config.scheduling.max_queued_requests if self.refuses else None,
             changed=self._changed if config.pools.flexible else {},
+            num_routers=config.pools.routers,
+            tells_changes=network.tells_changes,
+            seed=self.seed,
         )
 
     @property

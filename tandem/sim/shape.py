@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvtransfer.layout import KvFormat
+from kvtransfer.layout import KvFormat, LayoutId
 from router.request.tenant import ANYBODY, Tenant
 from tandem.cluster.supervisor.autoscale import Range, Settings
 from tandem.core.identity import Role
@@ -96,9 +96,13 @@ class WorldShape:
     tenants: by the names that requests have.
     kinds: classes by the names that requests have; their priority counts, and not that of their tenant.
     ageing_s: what a level of priority is worth.
-    max_waiting: requests that may wait, beyond which the router refuses some; `None`: whoever comes waits.
+    max_waiting: requests that may wait, beyond which routers refuse some; `None`: whoever comes waits.
     changed: how a worker serves that has come from the other role, where its type is none of this pool's; by role and
         the name of its type.
+    num_routers: that take the requests, each of them any.
+    tells_changes: workers tell one router, too, at once when the number of their requests has changed, as they tell
+        several.
+    seed: of which router a request comes to.
     """
 
     prefill: PoolShape
@@ -126,6 +130,18 @@ class WorldShape:
     ageing_s: float = 1.0
     max_waiting: int | None = None
     changed: Mapping[tuple[Role, str], PoolShape] = field(default_factory=dict)
+    num_routers: int = 1
+    tells_changes: bool = False
+    seed: int = 0
+
+    @property
+    def layout(self) -> LayoutId:
+        """Of all pages."""
+        return self.kv_format.layout
+
+    def kind(self, name: str) -> KindShape:
+        """Of requests of this class; empty: of those of none."""
+        return self.kinds[name] if name else KindShape()
 
     def pool(self, role: Role) -> PoolShape:
         return self.prefill if role is Role.PREFILL else self.decode

@@ -1,4 +1,4 @@
-"""The cluster of a simulation: machines, the ways between them, and a router that places requests as the real one does.
+"""The cluster of a simulation: machines, the ways between them, and routers that place requests as the real ones do.
 
 What ships decides: `router.policy.choose` over pools of reports that are as old as reports are, and the batch
 scheduler of each worker over its page pool, and at decode the ledger of reservations. A stand-in are transfers, which
@@ -7,35 +7,21 @@ begin with the first computed chunk and share the way out of their prefill worke
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 
 from decode_worker.ledger import AttemptState
-from kvtransfer.protocol.messages import AttemptKey
 from prefill_worker.retained_prompts import RetainedPrompts
-from router.lifecycle.tenant_limits import TenantLimits
-from router.policy.admission import Admission
-from router.policy.choose import choose, choose_prefill
-from router.policy.first_token import check_in_time, slack_of
-from router.policy.losses import Fate
-from router.policy.recovery import PLANNED, AttemptEnd, Fault, Recovery
-from router.policy.retry_budget import RetryBudget
-from router.request.events import TurnCame
-from router.request.journal import Journal
-from router.request.request import Request
 from router.request.targets import Targets
 from tandem.cluster.supervisor.autoscale import Decision
 from tandem.cluster.supervisor.role_law import RoleChange
 from tandem.core.errors import (
     ConfigError,
-    DeadlineError,
     InternalError,
-    NoWorkerError,
-    OverloadedError,
     TandemError,
-    WorkerLostError,
 )
 from tandem.core.identity import WORKER_ROLES, Role, WorkerKey
 from tandem.core.page_keys import PageKeys
@@ -49,32 +35,21 @@ from tandem.sim.fleet import Fleet
 from tandem.sim.gaps import Gaps
 from tandem.sim.job import InFlight, Job
 from tandem.sim.kernel import Kernel
-from tandem.sim.known import Known
 from tandem.sim.load import Arrival
 from tandem.sim.machine import SALT, TOKEN, Machine, SchedulerMaker, token_of
 from tandem.sim.outcome import Outcome
+from tandem.sim.prefixes import PageNames
+from tandem.sim.reports import Reports
+from tandem.sim.router import Router, TurnWords
 from tandem.sim.scaling import Scaler, ShippedLaw
-from tandem.sim.shape import KindShape, TenantShape, WorldShape
+from tandem.sim.shape import WorldShape
 from tandem.sim.timeline import Timeline
 from tandem.worker.batch import Batch
 from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.sequence import Sequence as Choice
-from tandem.worker.turn import turn_of
 
 LOOK_S = 2.0
 """Between two looks of the supervisor at the load; a heartbeat."""
-
-
-@dataclass(slots=True)
-class _Inbox:
-    """Of a request that waits in the router."""
-
-    kernel: Kernel
-    place: Callable[[InFlight], object]
-    request: InFlight = field(init=False)  # set by whoever joins, before the next event
-
-    def put(self, _: TurnCame) -> None:
-        self.kernel.after(0.0, lambda: self.place(self.request))
 
 
 @dataclass(slots=True)
@@ -107,40 +82,40 @@ class World:
     role_changes: list[tuple[float, RoleChange]] = field(default_factory=list, init=False)
     num_unsent: int = field(default=0, init=False)
     machines: dict[WorkerKey, Machine] = field(default_factory=dict, init=False)
-    _jobs: dict[str, Job] = field(default_factory=dict, init=False)
     _link_free_s: dict[WorkerKey, float] = field(default_factory=dict, init=False)
-    _known: Known = field(init=False)  # to the router
-    _budget: RetryBudget = field(init=False)
-    _limits: TenantLimits = field(init=False)
-    _admission: Admission | None = field(default=None, init=False)  # `None`: whoever comes waits
+    routers: tuple[Router, ...] = field(init=False)
+    _reports: Reports = field(init=False)
+    _whom: random.Random = field(init=False)  # of the routers a request comes to
+    _page_names: PageNames | None = field(init=False)
     _retained: dict[WorkerKey, RetainedPrompts] = field(default_factory=dict, init=False)  # where somebody may die
-    _placeless: list[InFlight] = field(default_factory=list, init=False)  # for which there is no worker
     _cores: SharedCores | None = field(default=None, init=False)
     _followed: list[Outcome] = field(default_factory=list, init=False)  # of requests that came behind others
 
     def __post_init__(self) -> None:
         shape = self.shape
         self._cores = SharedCores(self.kernel, shape.speeds) if shape.speeds else None
-        self._known = Known(shape, self.kernel)
-        self.fleet = Fleet(self.kernel, self._make, self._ready, self._known.leave, shape.flexible, shape.change_s)
+        self._page_names = PageNames(shape.layout.page_size) if shape.prefix_cache else None
+        self.routers = tuple(Router(number, shape, self.kernel, self) for number in range(shape.num_routers))
+        self._whom = random.Random(shape.seed)
+        self._reports = Reports(shape, self.kernel, [router.known for router in self.routers])
+        if len(self.routers) > 1:
+            for router in self.routers:
+                others = [other for other in self.routers if other is not router]
+                TurnWords(self.kernel, shape.message_s, router, others)
+        self.fleet = Fleet(self.kernel, self._make, self._ready, self._leaves, shape.flexible, shape.change_s)
         self.figures = Figures()
-        self._limits = TenantLimits(self.kernel.clock)
-        if shape.max_waiting is not None:
-            self._admission = Admission(shape.max_waiting, self.kernel.clock, lambda: self._known.num_places)
-        faults = shape.faults
-        self._budget = RetryBudget(faults.retry_share, faults.retry_burst, self.kernel.clock)
         if self.scaler is None and shape.ranges:
             self.scaler = ShippedLaw(shape.ranges, shape.settings, shape.ttft_s, shape.tpot_s, self.fleet)
         for role in WORKER_ROLES:
             for group in shape.pool(role).groups:
                 for _ in range(group.num_workers):
                     self.fleet.start(role, 0.0, group.type.name)
-        for death in faults.deaths:
+        for death in shape.faults.deaths:
             self.kernel.at(death.at_s, partial(self._die, death))
 
     def _make(self, key: WorkerKey, role: Role, type_name: str) -> Machine:
         pool = self.shape.worker(role, type_name)
-        looks_at_s = self._known.report_due_s if self.at_once else None
+        looks_at_s = self._reports.report_due_s if self.at_once else None
         machine = self.machines[key] = Machine(
             self.kernel, key, role, num_pages=pool.num_pages, limits=pool.limits,
             times=pool.times or self.shape.times, kv_format=self.shape.kv_format, prefix_cache=self.shape.prefix_cache,
@@ -157,13 +132,16 @@ class World:
 
     def _has_tier_news(self, machine: Machine) -> None:
         """A worker tells of it with its next report, also where it has nothing to compute."""
-        self.kernel.after(self.shape.report_s, partial(self._known.hear_pages, machine))
+        self.kernel.after(self.shape.report_s, partial(self._reports.tell_pages, machine))
 
     def _ready(self, machine: Machine) -> None:
-        self._known.add(machine)
-        placeless, self._placeless = self._placeless, []
-        for request in placeless:
-            self._place(request)
+        self._reports.hello(machine)
+        for router in self.routers:
+            router.ready()
+
+    def _leaves(self, machine: Machine) -> None:
+        for router in self.routers:
+            router.known.leave(machine)
 
     # -- sizes
 
@@ -175,7 +153,7 @@ class World:
         assert self.scaler is not None
         roles = Role.PREFILL, Role.DECODE
         prefill, decode = (self.fleet.machines(role) for role in roles)
-        sample = self.figures.sample(prefill, decode, self._known.turns)
+        sample = self.figures.sample(prefill, decode, [router.turns for router in self.routers])
         decided = self.scaler.decide(sample, {role: self.fleet.size(role) for role in roles}, self.kernel.now_s)
         if isinstance(decided, RoleChange):
             self.fleet.give(decided.giver, decided.taker, instead=decided.instead)
@@ -212,135 +190,53 @@ class World:
 
     def ask(self, arrival: Arrival) -> Outcome:
         """One more request, which comes when it says; as by a client who has heard that another one has ended."""
-        kind = self._kind(arrival)
+        kind = self.shape.kind(arrival.kind)
         cluster = Targets(self.shape.ttft_s, self.shape.tpot_s)
         outcome = Outcome(arrival, cluster.asked(kind.ttft_ms, kind.tpot_ms))
         self.figures.num_open += 1
         self.kernel.at(arrival.arrived_s, partial(self._arrive, outcome))
         return outcome
 
-    # -- the router
+    # -- what routers reach it by
 
     def _arrive(self, outcome: Outcome) -> None:
-        """It waits in the router until its turn has come."""
-        arrival, who, page_keys = outcome.arrival, self._who(outcome), self._known.page_keys(outcome.arrival)
-        asked = self._request(outcome)
-        try:
-            self._limits.check(who.tenant, arrival.num_input)
-            if asked.timeout_s is not None:
-                self._check_in_time(asked, asked.timeout_s, self._known.held(page_keys, arrival).most_tokens)
-            if self._admission is not None:
-                self._admission.enter(owner=who.tenant.owner, weight=who.tenant.weight)
-        except OverloadedError as error:
-            self._failed(outcome, error)
-            return
-        self._limits.enter(who.tenant, arrival.num_input)
-        self.figures.came(arrival, self._known.turns.computed_share)
-        inbox = _Inbox(self.kernel, self._place)
-        request = inbox.request = InFlight(outcome, asked, self._limits, self._known.turns.join(asked, inbox))
-        request.is_waiting = self._admission is not None
-        request.page_keys = page_keys
-        if asked.timeout_s is not None:
-            self.kernel.at(arrival.arrived_s + asked.timeout_s, partial(self._timed_out, request, asked.timeout_s))
-        self._budget.earn()
-        if self.shape.faults.deaths:
-            request.journal = Journal(1)
+        """At one of the routers, by chance: all accept connections from one queue, or stand behind one balancer."""
+        outcome.router = self._whom.randrange(len(self.routers))
+        self.routers[outcome.router].arrive(outcome)
 
-    def _request(self, outcome: Outcome) -> Request:
-        arrival, who, kind = outcome.arrival, self._who(outcome), self._kind(outcome.arrival)
-        return Request(
-            str(arrival.number), (TOKEN,) * arrival.num_input, SamplingParams(), arrival.arrived_s,
-            priority=kind.priority if arrival.kind else who.priority, timeout_s=kind.timeout_s, tenant=who.tenant,
-            session=self._session(arrival), targets=outcome.targets,
-        )  # fmt: skip
+    def _router(self, job: Job) -> Router:
+        return self.routers[job.outcome.router]
 
-    def _check_in_time(self, asked: Request, timeout_s: float, num_held_tokens: int) -> None:
-        place_in_s = self._admission.place_in_s() if self._admission is not None else 0.0
-        in_s = self._known.turns.first_token_in_s(asked, num_held_tokens, place_in_s)
-        check_in_time(in_s, timeout_s, 0.0, asked.request_id)
+    def page_keys(self, arrival: Arrival) -> PageKeys:
+        """Of the full pages of its prompt and its answer; none without prefix caches."""
+        return self._page_names.keys(arrival) if self._page_names is not None else PageKeys()
 
-    def _timed_out(self, request: InFlight, timeout_s: float) -> None:
-        """Its client waits no longer: wherever it is, it ends."""
-        if request.is_over:
-            return
-        if request in self._placeless:
-            self._placeless.remove(request)
-        if (job := self._jobs.get(request.asked.request_id)) is not None:
-            self.machines[job.decode].settle()  # what it has generated by now, its client has
-            self._close(job)
-            self._cancel(job)
-        self._fail(request, DeadlineError(f"the deadline of {timeout_s:g} s passed"))
+    def came(self, arrival: Arrival, computed_share: float) -> None:
+        """A request was let in. `computed_share`: of prompts lately, what was in no cache."""
+        self.figures.came(arrival, computed_share)
 
-    def _kind(self, arrival: Arrival) -> KindShape:
-        return self.shape.kinds[arrival.kind] if arrival.kind else KindShape()
+    def failed(self, outcome: Outcome, error: TandemError) -> None:
+        """It gets no more tokens."""
+        outcome.error = error.code
+        self.figures.failed()
+        self.on_end(outcome)
+        self.num_unsent += sum(1 for _ in outcome.arrival.turns()) - 1
 
-    def _session(self, arrival: Arrival) -> str:
-        return str(arrival.conversation) if self.shape.names_sessions and arrival.conversation is not None else ""
+    def drop(self, request: InFlight) -> None:
+        """It has ended: behind all else prefill workers hear that they need not keep anything for it."""
+        for key in request.kept_at:
+            drop = partial(self._retained[key].drop, str(request.outcome.arrival.number))
+            self.kernel.after(self.shape.message_s, partial(self.machines[key].between_steps, drop))
 
-    def _who(self, outcome: Outcome) -> TenantShape:
-        name = outcome.arrival.tenant
-        return self.shape.tenants[name] if name else TenantShape()
+    def start(self, job: Job) -> None:
+        """At its prefill worker."""
+        self._start(job)
+        self._reports.look(self._prefill_of(job))
 
-    def _leaves_queue(self, request: InFlight) -> None:
-        """Its prompt is being computed, or it has ended before that."""
-        if self._admission is not None and request.is_waiting:
-            request.is_waiting = False
-            self._admission.leave(self._who(request.outcome).tenant.owner)
-
-    def _place(self, request: InFlight) -> None:
-        if request.is_over:
-            return
-        outcome, snapshot, facts = request.outcome, self._known.snapshot(), self._known.facts(request)
-        try:
-            route = choose(snapshot, facts, request.plan.wishes)
-        except NoWorkerError as error:
-            self._wait_for_worker(request, error)
-            return
-        assert route.decode is not None
-        arrival, request.give_up_s = outcome.arrival, None
-        if request.attempt == 1:
-            num_left = arrival.num_input - facts.prefix.most_tokens
-            request.slack_s = slack_of(num_left, snapshot.prefill_tokens_per_s, request.asked.timeout_s)
-        turn = turn_of(request.asked.priority, arrival.arrived_s, self.shape.ageing_s)
-        job = Job(
-            key=AttemptKey(str(arrival.number), request.attempt),
-            turn=turn + request.slack_s,
-            own_turn=turn,
-            arrival=arrival.number,
-            num_tokens=arrival.num_input,
-            num_running=1,
-            page_keys=request.page_keys[: arrival.num_input // self.shape.kv_format.layout.page_size],
-            max_local_tokens=route.max_local_tokens,
-            unpaced=route.unpaced,
-            request=request,
-            decode=route.decode,
-            prefill=route.prefill,
-            num_known=outcome.num_tokens,
-        )
-        outcome.decode, outcome.prefill = route.decode.worker_id, route.prefill.worker_id if route.prefill else ""
-        self._jobs[job.key.request_id] = job
-        self._known.foresee(job, [key for key in (route.prefill, route.decode) if key is not None])
-        decode = self.machines[job.decode]
-        num_pages = self.shape.kv_format.layout.num_sent_pages(job.num_tokens)
-        computes = job.max_local_tokens >= job.num_tokens
-        self._known.send(job, decode, job.num_tokens if computes else 0, num_pages, self._reserve)
-        if job.prefill is not None:
-            self._known.send(job, self.machines[job.prefill], job.num_tokens, 0, self._start)
-
-    def _wait_for_worker(self, request: InFlight, error: NoWorkerError) -> None:
-        now_s = self.kernel.now_s
-        if request.give_up_s is None:
-            request.give_up_s = now_s + self.shape.faults.wait_for_worker_s
-            self.kernel.at(request.give_up_s, partial(self._waited, request))
-        if now_s >= request.give_up_s:
-            self._fail(request, error)
-        else:
-            self._placeless.append(request)
-
-    def _waited(self, request: InFlight) -> None:
-        if request in self._placeless:
-            self._placeless.remove(request)
-            self._place(request)
+    def reserve(self, job: Job) -> None:
+        """At its decode worker."""
+        self._reserve(job)
+        self._reports.look(self.machines[job.decode])
 
     # -- prefill
 
@@ -437,9 +333,9 @@ class World:
         prefill.free(job.prompt)
         job.prompt = None
         prefill.wake()
-        self._known.let_go(prefill, job)
-        self._known.tell(prefill)
-        self._known.learn_link(prefill.key, decode.key)
+        self._reports.let_go(prefill, job)
+        self._reports.tell(prefill)
+        self._reports.tell_link(prefill.key, decode.key)
         if job.outcome.handed_off_s is None:
             job.outcome.handed_off_s = self.kernel.now_s
         decode.ledger.admit(job)
@@ -447,7 +343,7 @@ class World:
         choice.token_ids += token_ids([token_of(choice)]) * max(1, job.num_known)
         choice.num_computed = job.num_tokens
         self._enter(job, choice, AttemptState.RUNNING)
-        self._known.taken_up(decode, job, steps=True)
+        self._reports.taken_up(decode, job, steps=True)
         self._give_pages(decode)
 
     # -- decode
@@ -516,23 +412,11 @@ class World:
                 continue
             if job.is_over:  # its pages are given up when decode hears of that
                 continue
-            self._known.taken_up(decode, job, steps=False)
+            self._reports.taken_up(decode, job, steps=False)
             job.request.turn.granted()
-            if job.prefill is None and not self._finds_prefill(job):
+            if job.prefill is None and not self._router(job).find_prefill(job):
                 continue
             self.kernel.after(self.shape.message_s, partial(self._granted, job))
-
-    def _finds_prefill(self, job: Job) -> bool:
-        """Of one that decode was to compute by itself, and that is too much for that."""
-        snapshot, facts, wishes = self._known.snapshot(), self._known.facts(job.request), job.request.plan.wishes
-        try:
-            key = choose_prefill(snapshot, facts, job.decode, self.shape.kv_format, wishes)
-        except NoWorkerError as error:
-            self._over(job, AttemptEnd(Fault.UNSERVED, job.decode, error, None, job.decode))
-            return False
-        job.prefill, job.outcome.prefill = key, key.worker_id
-        self._known.send(job, self.machines[key], job.num_tokens, 0, self._start)
-        return True
 
     def _compute_here(self, job: Job) -> None:
         prompt = self._choice(job)
@@ -576,9 +460,8 @@ class World:
 
     def _begun(self, machine: Machine, job: Job, num_cached: int) -> None:
         """The router hears that the prompt is computed from now on, but for so many tokens."""
-        self._known.taken_up(machine, job, steps=True)
-        self._leaves_queue(job.request)
-        job.request.turn.begun(num_cached)
+        self._reports.taken_up(machine, job, steps=True)
+        self._router(job).begun(job.request, num_cached)
         if job.outcome.num_cached is None:
             job.outcome.num_cached = num_cached
 
@@ -612,10 +495,10 @@ class World:
             elif job.state is AttemptState.COMPUTING and sequence.num_computed >= sequence.num_prompt:
                 self._generates(job, sequence)
         if happened:
-            self._known.hear_pages(machine)
+            self._reports.tell_pages(machine)
         if happened and machine.has_reservations:  # as in a worker, the next step takes its pages first
             self.kernel.after(0.0, partial(self._give_pages, machine))
-        self._known.may_tell(machine)
+        self._reports.may_tell(machine)
 
     def _give(self, job: Job, index: int) -> None:
         """The `index`th token of its output, to its client, who may have it."""
@@ -625,8 +508,8 @@ class World:
             job.outcome.token(self.kernel.now_s)
             job.request.num_uncharged += 1
             self.figures.gave(job.outcome)
-            if self._admission is not None and job.outcome.num_tokens == 1:
-                self._admission.first_token(job.outcome.ttft_s)
+            if job.outcome.num_tokens == 1:
+                self._router(job).first_token(job.outcome.ttft_s)
 
     def _stepped_quietly(self, machine: Machine, running: Sequence[Choice], ends_s: Sequence[float]) -> None:
         longest_s, num_taken = max((b - a for a, b in pairwise(ends_s)), default=0.0), 0
@@ -644,7 +527,7 @@ class World:
             for a, b in pairwise(ends_s):
                 self.gaps.note(b, b - a, num_taken)
         if ends_s[-1] == self.kernel.now_s:
-            self._known.may_tell(machine)
+            self._reports.may_tell(machine)
 
     def _computed(self, job: Job) -> None:
         """The prompt, by prefill, which gives the first token, unless that was given before."""
@@ -675,37 +558,12 @@ class World:
         self._give_pages(decode)
 
     def _end(self, job: Job) -> None:
-        request = job.request
-        self._close(job)
-        if job.outcome.num_tokens > 2:
-            request.turn.had_place(job.outcome.last_token_s - job.outcome.second_token_s)
-        self._forget(request)
+        self._router(job).end(job)
         self.figures.ended(job.outcome)
         self.on_end(job.outcome)
         if (then := job.outcome.arrival.then) is not None:
             came_s = then.arrived_s(job.outcome.arrival.arrived_s, self.kernel.now_s)
             self._followed.append(self.ask(replace(then.arrival, arrived_s=came_s)))
-
-    def _close(self, job: Job) -> None:
-        """The attempt is over for the router."""
-        job.is_over = True
-        del self._jobs[job.key.request_id]
-        self._known.let_go(self.machines[job.decode], job)
-        if job.prefill is not None:
-            self._known.let_go(self._prefill_of(job), job)
-        self._known.forget(job)
-
-    def _forget(self, request: InFlight) -> None:
-        """It has ended: behind all else prefill workers hear that they need not keep anything for it."""
-        request.is_over = True
-        request.charge()
-        request.turn.end()
-        self._leaves_queue(request)
-        if self._admission is not None:
-            self._admission.end(self.kernel.now_s - request.outcome.arrival.arrived_s)
-        for key in request.kept_at:
-            drop = partial(self._retained[key].drop, str(request.outcome.arrival.number))
-            self.kernel.after(self.shape.message_s, partial(self.machines[key].between_steps, drop))
 
     # -- deaths
 
@@ -724,35 +582,11 @@ class World:
         self.kernel.after(self.shape.message_s, partial(self._died, machine))
 
     def _died(self, machine: Machine) -> None:
-        """The router hears of it."""
-        for job in list(self._jobs.values()):
-            if machine.key == job.decode or (machine.key == job.prefill and not job.is_admitted):
-                error = WorkerLostError(f"worker {machine.key} has died")
-                self._over(job, AttemptEnd(Fault.DIED, machine.key, error, job.prefill, job.decode))
+        """Routers hear of it."""
+        for router in self.routers:
+            router.died(machine)
 
-    def _over(self, job: Job, end: AttemptEnd) -> None:
-        """An attempt has ended before its request: what follows is the router's decision."""
-        request = job.request
-        self._close(job)
-        self._cancel(job)
-        recovery = request.recovery = request.recovery or Recovery(self.shape.faults.limits, self._budget)
-        journal = request.journal = request.journal or Journal(1)
-        recovery.learn(end, self.kernel.now_s)
-        try:
-            if end.fault not in PLANNED:
-                recovery.must_wait(self._fate, end.error)
-            request.plan = recovery.after(end)
-        except TandemError as error:
-            self._fail(request, error)
-            return
-        journal.next_attempt()
-        request.outcome.num_recoveries += end.fault not in PLANNED
-        self._place(request)
-
-    def _fate(self, worker: WorkerKey) -> Fate:
-        return Fate.ENDED if self.machines[worker].is_dead else Fate.HEARD
-
-    def _cancel(self, job: Job) -> None:
+    def cancel(self, job: Job) -> None:
         """Workers that live hear that nobody waits for this attempt any more."""
         ways = [(job.decode, self._cancel_at_decode)]
         if job.prefill is not None:
@@ -774,16 +608,6 @@ class World:
             self.machines[job.decode].free(job.sequence)
             job.sequence = None
         self._give_up_pages(job)
-
-    def _fail(self, request: InFlight, error: TandemError) -> None:
-        self._forget(request)
-        self._failed(request.outcome, error)
-
-    def _failed(self, outcome: Outcome, error: TandemError) -> None:
-        outcome.error = error.code
-        self.figures.failed()
-        self.on_end(outcome)
-        self.num_unsent += sum(1 for _ in outcome.arrival.turns()) - 1
 
 
 def _check_fits(arrival: Arrival, schedulers: Iterable[BatchScheduler]) -> None:

@@ -35,18 +35,22 @@ def of_kinds(shape: WorldShape, **kinds: KindShape) -> WorldShape:
 
 
 def check_empty(world: World) -> None:
-    """Nothing of any request is left, neither at workers nor in what the router knows of them."""
+    """Nothing of any request is left, neither at workers nor in what routers know of them."""
     assert world.figures.num_open == 0
-    turns = world._known.turns
-    assert (turns.num_waiting, turns._under_way.num_requests, turns._under_way.num_ahead) == (0, 0, 0)
+    for router in world.routers:
+        turns = router.turns
+        assert (turns.num_waiting, turns._under_way.num_requests, turns._under_way.num_ahead) == (0, 0, 0)
     for machine in world.machines.values():
         machine.pool.check()
         if not machine.is_dead:
             counts = machine.pool.counts()
             assert counts.free + counts.cached == machine.pool.num_pages, (machine.key, counts)
             assert machine.is_empty, machine.key
-            machine.tell()
-            assert (machine.load().num_active, machine.load().num_queued_tokens) == (0, 0), machine.key
+            world._reports.tell(machine)
+            world.kernel.run_all()
+            for router in world.routers:
+                load = machine.load(router.known.load(machine.key))
+                assert (load.num_active, load.num_others, load.num_queued_tokens) == (0, 0, 0), machine.key
 
 
 # --- deadlines

@@ -14,7 +14,7 @@ from tandem.core.errors import ConfigError
 from tandem.sim.conversations import ConversationPlan, closed, drawn_conversations
 from tandem.sim.faults import Death, FaultShape
 from tandem.sim.load import Arrival, Following, Lengths
-from tandem.sim.prefixes import Prefixes
+from tandem.sim.prefixes import PageNames
 from tandem.sim.scenario import read_scenario
 from tandem.sim.shape import PoolShape
 from tandem.sim.world import World
@@ -61,9 +61,9 @@ def test_a_turn_finds_what_was_said_and_answered_before() -> None:
 
 
 def test_conversations_share_what_all_begin_with_and_nothing_else() -> None:
-    prefixes, common = Prefixes(PAGE), 40
+    names, common = PageNames(PAGE), 40
     one, next_turn, other = (
-        prefixes.keys(Arrival(number, 0.0, num, 5, conversation=conversation, num_common=common))
+        names.keys(Arrival(number, 0.0, num, 5, conversation=conversation, num_common=common))
         for number, num, conversation in ((0, 100, 0), (1, 150, 0), (2, 150, 2))
     )
     assert len(one) == 6
@@ -156,11 +156,11 @@ def test_turns_of_a_trace_are_found_by_what_prompts_begin_with() -> None:
     assert first.block_ids == (7, 1, 2, 3, 4)
     assert second.block_ids == (7, 1, 2, 3, 4)
     assert third.block_ids == (7, 1, 2, 3, 4, 8, 94)
-    prefixes = Prefixes(PAGE)
-    keys = [prefixes.keys(each) for each in (first, second, third)]
+    names = PageNames(PAGE)
+    keys = [names.keys(each) for each in (first, second, third)]
     assert keys[0] == keys[2][: 140 // PAGE]
     assert keys[1] == keys[2][: 160 // PAGE]
-    assert not set(prefixes.keys(other)[2:]) & set(keys[2])
+    assert not set(names.keys(other)[2:]) & set(keys[2])
 
 
 def test_what_many_prompts_have_in_common_is_no_history() -> None:
@@ -180,10 +180,10 @@ def test_names_of_parts_of_blocks_lead_to_the_full_one() -> None:
     first, again = closed(arrivals)
     assert [turn.block_ids for turn in first.turns()] == [(1, 2, 3), (1, 2, 3), (1, 2, 3, 92)]
     assert again.block_ids == (1, 2, 3)
-    prefixes = Prefixes(PAGE)
-    keys, others = prefixes.keys(first), prefixes.keys(dataclasses.replace(again, num_output=30))
+    names = PageNames(PAGE)
+    keys, others = names.keys(first), names.keys(dataclasses.replace(again, num_output=30))
     assert others[:4] == keys[:4]
-    assert not set(others[4:]) & set(prefixes.keys(list(first.turns())[-1])), "its answer is another one"
+    assert not set(others[4:]) & set(names.keys(list(first.turns())[-1])), "its answer is another one"
 
 
 def test_a_closed_trace_is_found_again_where_its_answers_were_generated() -> None:

@@ -15,7 +15,7 @@ from tandem.cli import main
 from tandem.core.identity import Role
 from tandem.sim.load import Arrival
 from tandem.sim.outcome import Outcome
-from tandem.sim.prefixes import Prefixes
+from tandem.sim.prefixes import PageNames
 from tandem.sim.shape import PoolShape, WorldShape
 from tandem.sim.world import World
 from tests.unit.sim.test_world import LATENCY_S, LIMITS, MESSAGE_S, PAGE, SHAPE, STEP_S, TOKEN_BYTES, TOKEN_S
@@ -41,21 +41,21 @@ def simulated(shape: WorldShape, arrivals: list[Arrival]) -> tuple[World, list[O
 
 
 def test_keys_are_chained_over_blocks() -> None:
-    prefixes = Prefixes(PAGE)
-    one = prefixes.keys(asked(0, 0.0, 100, 1, 1, 2, 3, 4))
+    names = PageNames(PAGE)
+    one = names.keys(asked(0, 0.0, 100, 1, 1, 2, 3, 4))
     assert len(one) == 6, "full pages"
-    longer, other = prefixes.keys(asked(1, 0.0, 128, 1, 1, 2, 3, 5)), prefixes.keys(asked(2, 0.0, 128, 1, 9, 2, 3, 4))
+    longer, other = names.keys(asked(1, 0.0, 128, 1, 1, 2, 3, 5)), names.keys(asked(2, 0.0, 128, 1, 9, 2, 3, 4))
     assert longer[:6] == one[:6]
     assert not set(longer[6:]) & set(one)
     assert not set(other) & {*one, *longer}, "equal blocks behind different ones"
-    alone = [prefixes.keys(Arrival(number, 0.0, 100, 1)) for number in (3, 4)]
+    alone = [names.keys(Arrival(number, 0.0, 100, 1)) for number in (3, 4)]
     assert not set(alone[0]) & set(alone[1])
     assert len({*one, *longer, *other, *alone[0], *alone[1]}) == 6 + 2 + 8 + 12
 
 
 def test_what_a_scaled_prompt_has_beyond_its_blocks_is_like_no_other() -> None:
-    prefixes = Prefixes(PAGE)
-    one, other = (prefixes.keys(asked(number, 0.0, BLOCK + 3 * PAGE, 1, 7)) for number in (0, 1))
+    names = PageNames(PAGE)
+    one, other = (names.keys(asked(number, 0.0, BLOCK + 3 * PAGE, 1, 7)) for number in (0, 1))
     assert len(one) == len(other) == 5
     assert one[:2] == other[:2], "its named block"
     assert not set(one[2:]) & set(other[2:])

@@ -76,8 +76,8 @@ def test_what_is_nowhere_or_known_to_be_slow_is_computed(shape: TierShape | None
 
 def test_the_router_learns_what_each_tier_holds_and_costs() -> None:
     world, _ = again(tiers(host_pages=100, disk_pages=100))
-    tokens_per_s = world._known.snapshot().prefill_tokens_per_s
-    near, _ = world._known.snapshot().read_costs(PREFILL)
+    tokens_per_s = world.routers[0].known.snapshot().prefill_tokens_per_s
+    near, _ = world.routers[0].known.snapshot().read_costs(PREFILL)
     assert near == pytest.approx(0.001 / PAGE * tokens_per_s)
     _, far = _learnt_from(tiers(disk_pages=100))
     assert far == pytest.approx(0.002 / PAGE * tokens_per_s, rel=0.05)
@@ -85,32 +85,32 @@ def test_the_router_learns_what_each_tier_holds_and_costs() -> None:
 
 def _learnt_from(shape: TierShape) -> tuple[float, float]:
     world, _ = again(shape)
-    return world._known.snapshot().read_costs(PREFILL)
+    return world.routers[0].known.snapshot().read_costs(PREFILL)
 
 
 def test_the_router_hears_of_tiers_with_the_next_report() -> None:
     world, _ = again(tiers(host_pages=100, disk_pages=100))
-    prefixes = world._known._prefixes
+    prefixes = world.routers[0].known._prefixes
     assert prefixes is not None
     other = asked(9, 0.0, 128, 1, *range(20, 24))  # the second prompt, whose pages the pool has given up
-    held: HeldPrefix[WorkerKey] = prefixes.held(prefixes.keys(other), 128)
+    held: HeldPrefix[WorkerKey] = prefixes.held(world.page_keys(other), 128)
     assert (held.num_ready(PREFILL), held.num_stored(PREFILL), held.num_near(PREFILL)) == (0, 112, 112)
     alone, _ = again(tiers(disk_pages=100))
-    prefixes = alone._known._prefixes
+    prefixes = alone.routers[0].known._prefixes
     assert prefixes is not None
-    held = prefixes.held(prefixes.keys(other), 128)
+    held = prefixes.held(alone.page_keys(other), 128)
     assert (held.num_stored(PREFILL), held.num_near(PREFILL)) == (112, 0)
 
 
 def test_the_router_hears_what_tiers_have_given_up() -> None:
     """Of three prompts of eight pages a tier of ten keeps the last one, and a part of others."""
     world, _ = again(tiers(host_pages=10))
-    prefixes, found = world._known._prefixes, world.machines[PREFILL].tiers
+    prefixes, found = world.routers[0].known._prefixes, world.machines[PREFILL].tiers
     assert prefixes is not None
     assert found is not None
     known, there = [], []
     for who in (1, 2, 3):
-        keys = prefixes.keys(asked(9, 0.0, 128, 1, *range(10 * who, 10 * who + 4)))[:7]
+        keys = world.page_keys(asked(9, 0.0, 128, 1, *range(10 * who, 10 * who + 4)))[:7]
         known.append(prefixes.held(keys, 128).tiers.num_pages(PREFILL))
         there.append(next((n for n, key in enumerate(keys) if not found.stores[0].has(key)), 7))
     assert known == there

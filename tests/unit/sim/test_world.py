@@ -272,7 +272,7 @@ def test_what_the_router_knows_of_an_idle_worker_is_that_it_is_idle() -> None:
     arrivals = [Arrival(number, 0.1 * number, 100, 1 + number % 2) for number in range(20)]
     world, _ = simulated(SHAPE, arrivals)
     for machine in world.machines.values():
-        load = machine.load()
+        load = machine.load(world.routers[0].known.load(machine.key))
         assert (load.num_active, load.num_queued_tokens, load.num_stepping) == (0, 0, 0)
         assert load.num_available_pages == machine.pool.num_pages
 

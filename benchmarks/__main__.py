@@ -18,7 +18,10 @@ PARTS = ("exposed", "bandwidth", "admission", "ttft", "streaming", "routers", "p
 SCALE_PARTS = ("growth", "thousand", "azure")
 
 #: What `studies` can simulate.
-STUDIES = ("batching", "memory", "page_size", "chunk_size", "split", "mixed_pool", "link", "slow_link", "worker_dies")
+STUDIES = (
+    "batching", "memory", "page_size", "chunk_size", "split", "mixed_pool", "link", "slow_link", "worker_dies",
+    "several_routers",
+)  # fmt: skip
 
 #: What `paper` can compare.
 PAPER_SCENARIOS = ("iso-power", "iso-cost", "iso-throughput", "wrong-workload", "batch")

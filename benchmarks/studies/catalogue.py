@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from benchmarks.studies import batching, chunk_size, link, memory, mixed_pool, page_size, slow_link, split, worker_dies
+from benchmarks.studies import (
+    batching,
+    chunk_size,
+    link,
+    memory,
+    mixed_pool,
+    page_size,
+    several_routers,
+    slow_link,
+    split,
+    worker_dies,
+)
 from benchmarks.studies.study import Study
 
 STUDIES: tuple[Study, ...] = (
@@ -15,4 +26,5 @@ STUDIES: tuple[Study, ...] = (
     link.STUDY,
     slow_link.STUDY,
     worker_dies.STUDY,
+    several_routers.STUDY,
 )

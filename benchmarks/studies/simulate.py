@@ -50,6 +50,7 @@ class Figures:
         kept_per_s: requests that kept both targets, a second: goodput.
         handoff_p50_s, handoff_p99_s: from the end of a prompt to its pages at decode; 0: no prompt was handed off.
         by_decode_share: of the requests: no prefill worker computed the prompt.
+        cached_share: of the tokens of all prompts: a worker had them in its cache.
         taken_share, held_share, num_running: as of `Sample`.
     """
 
@@ -65,6 +66,7 @@ class Figures:
     handoff_p50_s: float
     handoff_p99_s: float
     by_decode_share: float
+    cached_share: float
     taken_share: float
     held_share: float
     num_running: float
@@ -88,9 +90,10 @@ def _rounded(value: float) -> float:
 
 def simulated(scenario: Scenario, make_scheduler: SchedulerMaker | None) -> Figures:
     """Raises `ConfigError` where its load cannot be read, or does not fit."""
-    world = World(scenario.shape(), make_scheduler=make_scheduler)
+    load = arrivals(scenario, SCENARIOS)
+    world = World(scenario.shape(load), make_scheduler=make_scheduler)
     sampler = _Sampler(world)
-    outcomes = world.run(arrivals(scenario, SCENARIOS))
+    outcomes = world.run(load)
     return _figures(world, outcomes, sampler.samples)
 
 
@@ -159,6 +162,7 @@ def _figures(world: World, outcomes: Sequence[Outcome], samples: Sequence[Sample
         handoff_p50_s=handoff_s.p50 if handoff_s is not None else 0.0,
         handoff_p99_s=handoff_s.p99 if handoff_s is not None else 0.0,
         by_decode_share=sum(not one.prefill for one in outcomes) / len(outcomes),
+        cached_share=sum(one.num_cached or 0 for one in outcomes) / sum(one.arrival.num_input for one in outcomes),
         taken_share=fmean(one.taken_share for one in samples),
         held_share=fmean(one.held_share for one in samples),
         num_running=fmean(one.num_running for one in samples),

@@ -14,6 +14,7 @@ TITLES = {
     "kept_share": "kept targets, %",
     "kept_per_s": "goodput, requests/s",
     "by_decode_share": "prompts at decode, %",
+    "cached_share": "found in caches, %",
     "num_under_way": "requests under way",
     "num_running": "sequences at once",
     "taken_share": "memory taken, %",

@@ -18,11 +18,7 @@ from prefill_worker.retained_prompts import RetainedPrompts
 from router.request.targets import Targets
 from tandem.cluster.supervisor.autoscale import Decision
 from tandem.cluster.supervisor.role_law import RoleChange
-from tandem.core.errors import (
-    ConfigError,
-    InternalError,
-    TandemError,
-)
+from tandem.core.errors import ConfigError, InternalError, TandemError
 from tandem.core.identity import WORKER_ROLES, Role, WorkerKey
 from tandem.core.page_keys import PageKeys
 from tandem.core.pages import pages_for
@@ -61,6 +57,7 @@ class World:
     gaps: between tokens; `None`: nobody wants to know.
     decisions: that changed the size of a pool.
     role_changes: workers that went from one pool to the other, and when.
+    routers: by their numbers.
     num_unsent: turns of conversations of which one before them failed.
     at_once: steps in which nothing happens are taken several at a time; nothing but the time that this takes depends on
         it, and up to a report's time by when pages that fill in these steps are copied to tiers.
@@ -96,7 +93,7 @@ class World:
         self._cores = SharedCores(self.kernel, shape.speeds) if shape.speeds else None
         self._page_names = PageNames(shape.layout.page_size) if shape.prefix_cache else None
         self.routers = tuple(Router(number, shape, self.kernel, self) for number in range(shape.num_routers))
-        self._whom = random.Random(shape.seed)
+        self._whom = random.Random(f"{shape.seed}:routers")
         self._reports = Reports(shape, self.kernel, [router.known for router in self.routers])
         if len(self.routers) > 1:
             for router in self.routers:
@@ -556,6 +553,7 @@ class World:
         else:
             decode.ledger.remove(job)
         self._give_pages(decode)
+        self._reports.look(decode)
 
     def _end(self, job: Job) -> None:
         self._router(job).end(job)
@@ -602,6 +600,7 @@ class World:
             prefill.free(job.prompt)
             job.prompt = None
             prefill.wake()
+            self._reports.look(prefill)
 
     def _cancel_at_decode(self, job: Job) -> None:
         if job.sequence is not None:

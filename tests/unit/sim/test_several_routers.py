@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from router.policy.worker_load import WorkerLoad
 from router.request.tenant import Tenant
-from tandem.core.errors import RateLimitError
+from tandem.core.errors import DeadlineError, RateLimitError
 from tandem.core.identity import WorkerKey
 from tandem.sim.command import run
 from tandem.sim.faults import Death
@@ -23,13 +23,13 @@ from tandem.sim.load import Arrival, Lengths, drawn
 from tandem.sim.outcome import Outcome
 from tandem.sim.router import Router
 from tandem.sim.scenario import Scenario
-from tandem.sim.shape import PoolShape, TenantShape, WorldShape
+from tandem.sim.shape import KindShape, PoolShape, TenantShape, WorldShape
 from tandem.sim.world import World
 from tests.unit.sim.test_classes import check_empty
 from tests.unit.sim.test_prefixes import asked
 from tests.unit.sim.test_sim_faults import dying
 from tests.unit.sim.test_sim_faults import simulated as with_deaths
-from tests.unit.sim.test_world import LIMITS, MESSAGE_S, SHAPE, STEP_S, of_tenant, simulated
+from tests.unit.sim.test_world import LIMITS, MESSAGE_S, SHAPE, STEP_S, TOKEN_S, of_tenant, simulated
 
 DECODE = WorkerKey("decode-0", "1")
 
@@ -126,6 +126,17 @@ def test_a_router_sees_its_own_requests_at_once_and_those_of_others_once_their_w
     world.kernel.run_all()
     for router in world.routers:
         assert (seen(world, router).num_active, seen(world, router).num_others) == (0, 0)
+
+
+def test_all_hear_of_a_request_that_is_given_up_also_from_a_worker_that_has_nothing_else() -> None:
+    world = World(of_routers(2, kinds={"short": KindShape(timeout_s=0.05)}))
+    outcome = world.ask(Arrival(0, 0.0, 600, 5, kind="short"))
+    until(world, 0.04)
+    workers = list(world.machines)
+    assert [seen(world, router, worker).num_active for router in world.routers for worker in workers] == 4 * [1]
+    until(world, 0.05 + STEP_S + 64 * TOKEN_S + 3 * MESSAGE_S)  # prefill ends its step first
+    assert outcome.error == DeadlineError.code
+    assert [seen(world, router, worker).num_active for router in world.routers for worker in workers] == 4 * [0]
 
 
 def test_routers_that_know_nothing_of_each_other_choose_different_workers_of_those_that_are_equal() -> None:

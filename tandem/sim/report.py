@@ -377,10 +377,9 @@ def tables(found: dict[str, Any]) -> list[Table]:
 
 def _routers_said(routers: Sequence[dict[str, Any]]) -> str:
     placed, waiting = ([one[name] for one in routers] for name in ("num_placed", "most_waiting"))
-    return (
-        f"{len(routers)}; each placed {min(placed):,} to {max(placed):,} times, and at most {min(waiting):,} to "
-        f"{max(waiting):,} requests waited in it at a time"
-    )
+    said = f"{len(routers)}; each placed {min(placed):,} to {max(placed):,} times"
+    waited = f"at most {max(waiting):,} requests waited in one at a time" if max(waiting) else "nobody waited in them"
+    return f"{said}, and {waited}"
 
 
 def _tenant_table(tenants: Sequence[dict[str, Any]]) -> Table:

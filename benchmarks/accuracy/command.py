@@ -1,4 +1,5 @@
-"""`python -m benchmarks accuracy`: the embedded model in all types, on texts that training never saw."""
+"""`python -m benchmarks accuracy`: the embedded model in all types, and from checkpoints that come quantised, on texts
+that training never saw."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import importlib.util
 import math
 import random
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +17,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from benchmarks.accuracy.quantized_checkpoints import write
 from benchmarks.accuracy.section import FORMAT, section
+from benchmarks.accuracy.ways import CHECKPOINTS, EXACT, WAYS
 from benchmarks.origin import origin
 from tandem.bench.report import json_file
 from tandem.core.config import EMBEDDED_MODEL
@@ -27,16 +31,6 @@ _CORPUS = Path(__file__).resolve().parents[2] / "tools" / "tiny_corpus.py"
 _SEED = 20_012  # of no training, and of no other measurement
 _NUM_PAGES = 64
 _ANSWER_TOKENS = 16
-
-#: How each way is loaded, the exact one first.
-WAYS: dict[str, dict[str, str]] = {
-    "float32": {"dtype": "float32"},
-    "bfloat16": {"dtype": "bfloat16"},
-    "int8": {"quantize": "int8"},
-    "int4": {"quantize": "int4"},
-    "KV in bfloat16": {"dtype": "float32", "cache_dtype": "bfloat16"},
-    "KV in int8": {"dtype": "float32", "cache_dtype": "int8"},
-}
 
 
 @dataclass(frozen=True)
@@ -57,30 +51,104 @@ def run(json: Path | None, sizes: AccuracySizes) -> None:
 
 def measure(sizes: AccuracySizes, tell: Callable[[str], None]) -> dict[str, Any]:
     """Plain data."""
-    model_dir = resolve_model(EMBEDDED_MODEL)
-    tokenizer, corpus = Tokenizer.from_dir(model_dir), _corpus()
-    generator = random.Random(_SEED)
-    texts = [tokenizer.encode(corpus.story(generator)) for _ in range(sizes.num_texts)]
-    recalls = _recalls(tokenizer, corpus, generator, sizes.num_recalls)
-    exact: list[torch.Tensor] = []
-    ways = {}
-    for name, options in WAYS.items():
+    questions = Questions.make(sizes)
+
+    def hear(name: str) -> None:
         tell(f"{name}: {sizes.num_texts} texts, {sizes.num_recalls} prompts")
-        engine = Engine.load(model_dir, num_pages=_NUM_PAGES, **options)  # type: ignore[arg-type]
-        found = [torch.log_softmax(_logits(engine, text).double(), dim=-1) for text in texts]
-        exact = exact or found
-        ways[name] = {
-            **_distance(texts, exact, found),
-            "num_recalled": sum(code in tokenizer.decode(_answer(engine, ids)) for ids, code in recalls),
-            "types": {**asdict(engine.types), "pages": engine.layout.dtype},
-        }
+
+    hear(EXACT)
+    exact = questions.ask(_load(questions.model_dir, WAYS[EXACT]))
+    ways, checkpoints = {EXACT: exact.beside(exact)}, {}
+    for name in WAYS:
+        if name != EXACT:
+            hear(name)
+            ways[name] = measure_way(name, questions, exact)
+    for name in CHECKPOINTS:
+        hear(name)
+        checkpoints[name] = measure_checkpoint(name, questions, exact)
     return {
         "format": FORMAT,
         **origin(),
         "settings": asdict(sizes),
-        "num_tokens": sum(map(len, texts)),
+        "num_tokens": sum(map(len, questions.texts)),
         "ways": ways,
+        "checkpoints": checkpoints,
     }
+
+
+def measure_way(name: str, questions: Questions, exact: Answers) -> dict[str, Any]:
+    """The model in one of `WAYS`, as plain data."""
+    return questions.ask(_load(questions.model_dir, WAYS[name])).beside(exact)
+
+
+def measure_checkpoint(name: str, questions: Questions, exact: Answers) -> dict[str, Any]:
+    """The model as one of `CHECKPOINTS`, loaded as a user's is, as plain data. `added` is the divergence of the same
+    weights, which a float32 checkpoint has."""
+    with tempfile.TemporaryDirectory(prefix="tandem-accuracy-") as directory:
+        quantized, same = Path(directory) / "quantized", Path(directory) / "same"
+        write(questions.model_dir, CHECKPOINTS[name], quantized, same)
+        found = questions.ask(_load(quantized, {}))
+        meant = questions.ask(_load(same, WAYS[EXACT]), recall=False)
+    return {**found.beside(exact), "added": found.distance(meant)["divergence"]}
+
+
+def _load(model_dir: Path, options: dict[str, str]) -> Engine:
+    return Engine.load(model_dir, num_pages=_NUM_PAGES, **options)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What every engine is asked.
+
+    Attributes:
+        texts: their tokens.
+        recalls: prompts that ask for a code in them, and the code.
+    """
+
+    model_dir: Path
+    tokenizer: Tokenizer
+    texts: list[list[int]]
+    recalls: list[tuple[list[int], str]]
+
+    @classmethod
+    def make(cls, sizes: AccuracySizes) -> Questions:
+        """To the embedded model."""
+        model_dir = resolve_model(EMBEDDED_MODEL)
+        tokenizer, corpus = Tokenizer.from_dir(model_dir), _corpus()
+        generator = random.Random(_SEED)
+        texts = [tokenizer.encode(corpus.story(generator)) for _ in range(sizes.num_texts)]
+        return cls(model_dir, tokenizer, texts, _recalls(tokenizer, corpus, generator, sizes.num_recalls))
+
+    def ask(self, engine: Engine, *, recall: bool = True) -> Answers:
+        """`recall`: whether to ask for the codes, too."""
+        log_probs = [torch.log_softmax(_logits(engine, text).double(), dim=-1) for text in self.texts]
+        recalls = self.recalls if recall else []
+        num_recalled = sum(code in self.tokenizer.decode(_answer(engine, ids)) for ids, code in recalls)
+        types = {**asdict(engine.types), "pages": engine.layout.dtype}
+        return Answers(self.texts, log_probs, num_recalled, types)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Of one engine.
+
+    Attributes:
+        log_probs: `[tokens, vocab]` float64 of each text.
+        types: of numbers, as `Engine.types`, and of pages.
+    """
+
+    texts: list[list[int]]
+    log_probs: list[torch.Tensor]
+    num_recalled: int
+    types: dict[str, Any]
+
+    def beside(self, exact: Answers) -> dict[str, Any]:
+        """All as plain data."""
+        return {**self.distance(exact), "num_recalled": self.num_recalled, "types": self.types}
+
+    def distance(self, exact: Answers) -> dict[str, float]:
+        """How likely the texts are, and how far its distributions are from the exact ones."""
+        return _distance(self.texts, exact.log_probs, self.log_probs)
 
 
 def _corpus() -> ModuleType:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.accuracy import quantized_checkpoints as made
 from tandem.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from tandem.engine.cpu.modules import FusedGatedMLP
 from tandem.engine.cpu.packed_linear import PackedLinear
@@ -22,7 +23,6 @@ from tandem.engine.cpu.panels import Panels
 from tandem.engine.engine import Engine, SequenceInput
 from tandem.engine.quantized.scheme import read_scheme
 from tandem.engine.quantized.stored_linear import StoredLinear
-from tests.support import quantized_checkpoints as made
 
 KINDS = {
     "gptq": made.gptq(),
@@ -33,6 +33,7 @@ KINDS = {
     "gptq, no groups": made.gptq(group=-1),
     "gptq, 8 bits": made.gptq(bits=8),
     "gptq, 2 bits": made.gptq(bits=2),
+    "gptq, 2 bits, zero points": made.gptq(bits=2, group=16, symmetric=False),
     "gptq, negative scales": made.gptq(negative=True),
     "gptq, groups that do not divide the inputs": made.gptq(group=40),
     "awq": made.awq(),

@@ -81,7 +81,8 @@ def gptq(
         off = 0 if version == "gptq_v2" else 1
         tensors = {
             "qweight": _packed(numbers.T, bits, along=0),
-            "qzeros": _packed((zeros - off).T, bits, along=1),
+            # A zero point of 0 becomes the greatest number.
+            "qzeros": _packed(((zeros - off) % 2**bits).T, bits, along=1),
             "scales": scales.T.half(),
             "g_idx": groups.int(),
         }
@@ -207,13 +208,10 @@ def _dealt(numbers: torch.Tensor) -> torch.Tensor:
 
 def _packed(numbers: torch.Tensor, bits: int, *, along: int) -> torch.Tensor:
     """int32 words, the first number in the lowest bits; the last word is filled with zeros."""
-    columns = numbers.T if along == 0 else numbers
+    columns = (numbers.T if along == 0 else numbers).long()
     per_word = 32 // bits
-    words = []
-    for first in range(0, columns.shape[1], per_word):
-        word = torch.zeros(len(columns), dtype=torch.int64)
-        for place, column in enumerate(columns[:, first : first + per_word].T):
-            word += column.long() << (bits * place)
-        words.append(torch.where(word >= 2**31, word - 2**32, word).int())
-    packed = torch.stack(words, dim=1)
+    columns = torch.nn.functional.pad(columns, (0, -columns.shape[1] % per_word))
+    shifts = bits * torch.arange(per_word)
+    words = (columns.reshape(len(columns), -1, per_word) << shifts).sum(dim=-1)
+    packed = torch.where(words >= 2**31, words - 2**32, words).int()
     return packed.T if along == 0 else packed

@@ -72,7 +72,8 @@ def _add_kernels(commands: Any) -> None:
         "python -m benchmarks kernels\n"
         "python -m benchmarks kernels --threads 2 --json kernels.json\n"
         "python -m benchmarks kernels --model ~/models/llama-1b --threads 1 4 8\n"
-        "python -m benchmarks kernels --prompts --json kernels.json  # those alone, into what is there",
+        "python -m benchmarks kernels --prompts --json kernels.json  # those alone, into what is there\n"
+        "python -m benchmarks kernels --weights --json kernels.json  # as --prompts",
         _kernels,
     )
     command.add_argument(
@@ -88,7 +89,9 @@ def _add_kernels(commands: Any) -> None:
         metavar="N",
         help="numbers of threads, one after the other (default: 1 and all)",
     )
-    command.add_argument("--prompts", action="store_true", help="the attention of prompts alone, which needs no model")
+    alone = command.add_mutually_exclusive_group()
+    alone.add_argument("--prompts", action="store_true", help="the attention of prompts alone, which needs no model")
+    alone.add_argument("--weights", action="store_true", help="products with each type of weights alone; no model")
     _add_json(command)
     command.add_argument("--no-progress", dest="progress", action="store_false", help="do not tell what is measured")
 
@@ -400,6 +403,8 @@ def _kernels(options: argparse.Namespace) -> int:
 
     if options.prompts:
         command.run_prompts(options.threads, options.json, progress=options.progress)
+    elif options.weights:
+        command.run_weights(options.threads, options.json, progress=options.progress)
     else:
         command.run(options.model, options.threads, options.json, progress=options.progress)
     return 0

@@ -14,6 +14,7 @@ that they were not is said.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -81,6 +82,7 @@ from benchmarks.studies.page import COMMAND as STUDIES_COMMAND
 from benchmarks.studies.page import FORMAT as STUDIES_FORMAT
 from benchmarks.studies.page import page as studies_page
 from benchmarks.studies.page import plots as studies_plots
+from benchmarks.text import wrapped
 from tandem.bench.other_load import QUIET_CORES
 from tandem.bench.repetitions import Spread, spread
 from tandem.bench.report.json_file import read_format
@@ -380,10 +382,15 @@ def _kernels_section(measured: dict[str, Any]) -> Iterator[str]:
         reached = goal is not None and all(kernel["share"] >= goal for kernel in found)
         judged = "" if goal is None else f"≥ {goal:.0%}: {'reached' if reached else '**missed**'}"
         yield _row(found[0]["name"], [*cells, judged])
-
-
     if prompts := measured.get(kernels_command.PROMPT_ATTENTION):
         yield from _prompts_section(prompts)
+    yield ""
+    yield "### Products by type of weights"
+    yield ""
+    if weights := measured.get(kernels_command.WEIGHT_TYPES):
+        yield from _weights_section(weights)
+    else:
+        yield "Not measured."
 
 
 def _prompts_section(measured: dict[str, Any]) -> Iterator[str]:
@@ -406,6 +413,39 @@ def _prompts_section(measured: dict[str, Any]) -> Iterator[str]:
         judged = f"≥ {goal:.0%}: {'reached' if run['share'] >= goal else '**missed**'}"
         cells = [str(run["head_dim"]), f"{run['context']:,}", f"{limit / 1e9:,.0f}", *rates, judged]
         yield _row(str(run["num_threads"]), cells)
+
+
+def _weights_section(measured: dict[str, Any]) -> Iterator[str]:
+    """Products with each type of weights, which may be measured at another time than the other kernels."""
+    runs, sizes = measured["runs"], measured["sizes"]
+    counts = sizes["rows"]
+    goals = {run["num_rows"]: run["goal"] for run in runs if run["goal"] is not None}
+    told = ", ".join(f"{num:,} row{'s' if num > 1 else ''} {goal:.0%}" for num, goal in goals.items())
+    yield from wrapped(
+        f"One linear layer, {sizes['in_features']:,} → {sizes['out_features']:,}, its weights from memory: few rows "
+        "are a decode step's, many a prompt's. A share is of the limit that binds: of the bytes that the same threads "
+        "sum up from memory, or of the fused multiply-adds that they do in registers, both measured in turn with the "
+        "products. `bfloat16` and `float16` are widened in registers, as `int8` and `int4` are, so their multiply-adds "
+        "are those of float32; *by two* are the CPU's own products of bfloat16, where it has them. Goals for weights "
+        f"of 16 bits that are widened: {told or 'none'}. On {measured['date'][:10]}, "
+        f"{hardware_words(measured['machine'])}, at {code_words(measured['code'])}."
+    )
+    yield ""
+    if (most := max((run["other_load"] for run in runs), default=0.0)) > QUIET_CORES:
+        yield f"- **Warning**: others used up to {most:.2f} cores meanwhile. One thread's times are those it computed."
+        yield ""
+    yield _row("threads", ["weights", "multiply-adds", "reads", *(f"{n:,} row{'s' if n > 1 else ''}" for n in counts)])
+    yield f"|---|{'---|' * (3 + len(counts))}"
+    for (num_threads, weights), of_type in itertools.groupby(runs, lambda run: (run["num_threads"], run["weights"])):
+        found = list(of_type)
+        adds = f"{found[0]['limit_flop_per_s'] / 1e9:,.0f} GFLOP/s"
+        reads = f"{found[0]['limit_bytes_per_s'] / 1e9:,.1f} GB/s"
+        yield _row(str(num_threads), [weights, adds, reads, *(_weights_cell(run) for run in found)])
+
+
+def _weights_cell(run: dict[str, Any]) -> str:
+    missed = run["goal"] is not None and run["share"] < run["goal"]
+    return f"{run['seconds'] * 1e3:,.2f} ms, {run['share']:.0%} of {run['bound']}{', **missed**' if missed else ''}"
 
 
 def _part_goal(figure: dict[str, Any]) -> str:

@@ -6,9 +6,10 @@ import contextlib
 import dataclasses
 import functools
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -18,17 +19,22 @@ from benchmarks.kernels.cases import Sizes, describe
 from benchmarks.kernels.measure import DEFAULT_MODEL, count_steps, measure, shape_of, thread_counts
 from benchmarks.kernels.prompt_attention import GOAL, PromptRun, PromptSizes, count_prompts, measure_prompts
 from benchmarks.kernels.roofline import Figure, Limits, ModelShape, Probe, Report
+from benchmarks.kernels.weight_types import WeightRun, WeightSizes, count_weights, measure_weights
 from benchmarks.origin import origin
 from tandem.bench.machine import machine
 from tandem.bench.report import json_file
 from tandem.engine.random_model import ModelSpec, save
 
 FORMAT = "tandem-kernels/1"
+# Parts of the file that may be measured at another time than the rest.
 PROMPT_ATTENTION = "prompt_attention"
+WEIGHT_TYPES = "weight_types"
 
 _FILE_WIDTH = 120  # of tables that go to no terminal
 
 _MOST_OTHER_LOAD = 0.1  # of a core
+
+_Run = TypeVar("_Run", PromptRun, WeightRun)
 
 _NOTES = (
     "limit: the longer of bytes / best read probe and operations / best product probe, on these threads",
@@ -44,6 +50,7 @@ def run(
     progress: bool = True,
     sizes: Sizes | None = None,
     prompt_sizes: PromptSizes | None = None,
+    weight_sizes: WeightSizes | None = None,
     random_model: ModelSpec = DEFAULT_MODEL,
 ) -> None:
     """Measure, print the tables, and write them to `json`.
@@ -52,13 +59,18 @@ def run(
         model: a checkpoint; without one, `random_model` is made for as long as this lasts.
         threads: numbers of threads, each measured by itself; without them, 1 and all.
         prompt_sizes: of the attention of prompts.
+        weight_sizes: of the products with each type of weights.
 
     Raises what `shape_of`, `thread_counts` and `Engine.load` raise.
     """
-    sizes, counts, prompt_sizes = sizes or Sizes(), thread_counts(threads), prompt_sizes or PromptSizes()
-    num_prompts = len(counts) * count_prompts(prompt_sizes)
+    sizes, counts = sizes or Sizes(), thread_counts(threads)
+    parts: list[_Part[Any]] = [
+        _prompts_part(prompt_sizes or PromptSizes()),
+        _weights_part(weight_sizes or WeightSizes()),
+    ]
+    num_steps = 1 + len(counts) * (count_steps(sizes) + sum(part.num_steps for part in parts))
     with (
-        _told(1 + len(counts) * count_steps(sizes) + num_prompts, is_wanted=progress) as tell,
+        _told(num_steps, is_wanted=progress) as tell,
         tempfile.TemporaryDirectory(prefix="tandem-kernels-") as directory,
     ):
         tell("model")
@@ -68,13 +80,15 @@ def run(
         for num_threads in counts:
             tell_here = functools.partial(tell, threads_title(num_threads))
             reports.append(measure(model_dir, shape, num_threads, sizes, tell_here))
-        prompts = _measure_prompts(counts, prompt_sizes, tell)
+        found = [part.measure_all(counts, tell) for part in parts]
     name = "random" if model is None else model.resolve().name
     _say(name, shape, reports)
-    _say_prompts(prompts)
+    for part, runs in zip(parts, found, strict=True):
+        part.say(runs)
     if json is not None:
         whole = document(name, shape, sizes, reports)
-        json_file.write(json, {**whole, PROMPT_ATTENTION: prompts_document(prompts, prompt_sizes)})
+        measured = {part.key: part.document(runs) for part, runs in zip(parts, found, strict=True)}
+        json_file.write(json, {**whole, **measured})
 
 
 def run_prompts(
@@ -84,27 +98,81 @@ def run_prompts(
 
     Raises what `thread_counts` and `read_format` raise.
     """
-    sizes, counts = sizes or PromptSizes(), thread_counts(threads)
+    _run_part(_prompts_part(sizes or PromptSizes()), threads, json, progress)
+
+
+def run_weights(
+    threads: list[int] | None, json: Path | None, *, progress: bool = True, sizes: WeightSizes | None = None
+) -> None:
+    """As `run_prompts`: the products with each type of weights alone."""
+    _run_part(_weights_part(sizes or WeightSizes()), threads, json, progress)
+
+
+@dataclass(frozen=True)
+class _Part(Generic[_Run]):
+    """What needs no model, and may be measured alone.
+
+    Attributes:
+        key: its place in the file.
+        num_steps: how often `measure` tells what comes next.
+        measure: on so many threads.
+    """
+
+    key: str
+    num_steps: int
+    measure: Callable[[int, Callable[[str], None]], Iterable[_Run]]
+    table: Callable[[Sequence[_Run]], Table]
+    document: Callable[[Sequence[_Run]], dict[str, Any]]
+
+    def measure_all(self, counts: Sequence[int], tell: Callable[..., None]) -> list[_Run]:
+        """On each of these numbers of threads."""
+        return [
+            found
+            for num_threads in counts
+            for found in self.measure(num_threads, functools.partial(tell, threads_title(num_threads)))
+        ]
+
+    def say(self, runs: Sequence[_Run]) -> None:
+        """Print the table."""
+        console = _console()
+        console.print()
+        console.print(self.table(runs))
+        if (most := max((found.other_load for found in runs), default=0.0)) > _MOST_OTHER_LOAD:
+            console.print(f"note: others used up to {most:.1f} cores meanwhile", highlight=False, markup=False)
+
+
+def _prompts_part(sizes: PromptSizes) -> _Part[PromptRun]:
+    return _Part(
+        PROMPT_ATTENTION,
+        count_prompts(sizes),
+        lambda num_threads, tell: measure_prompts(num_threads, sizes, tell),
+        prompt_table,
+        lambda runs: prompts_document(runs, sizes),
+    )
+
+
+def _weights_part(sizes: WeightSizes) -> _Part[WeightRun]:
+    return _Part(
+        WEIGHT_TYPES,
+        count_weights(),
+        lambda num_threads, tell: measure_weights(num_threads, sizes, tell),
+        weight_table,
+        lambda runs: weights_document(runs, sizes),
+    )
+
+
+def _run_part(part: _Part[Any], threads: list[int] | None, json: Path | None, progress: bool) -> None:
+    counts = thread_counts(threads)
     before = None if json is None else json_file.read_format(json, FORMAT, "kernels", key="--json")
-    with _told(len(counts) * count_prompts(sizes), is_wanted=progress) as tell:
-        prompts = _measure_prompts(counts, sizes, tell)
-    _say_prompts(prompts)
+    with _told(len(counts) * part.num_steps, is_wanted=progress) as tell:
+        runs = part.measure_all(counts, tell)
+    part.say(runs)
     if json is not None and before is not None:
-        json_file.write(json, {**before, PROMPT_ATTENTION: prompts_document(prompts, sizes)})
-
-
-def _measure_prompts(counts: Sequence[int], sizes: PromptSizes, tell: Callable[..., None]) -> list[PromptRun]:
-    return [
-        measured
-        for num_threads in counts
-        for measured in measure_prompts(num_threads, sizes, functools.partial(tell, threads_title(num_threads)))
-    ]
+        json_file.write(json, {**before, part.key: part.document(runs)})
 
 
 def _say(name: str, shape: ModelShape, reports: Sequence[Report]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_FILE_WIDTH)
+    console = _console()
     weights = (shape.layer_weights + shape.head_weights) / 1e6
     console.print(
         f"{machine()['cpu']}; {name} model, {weights:,.1f} M weights in linear layers, float32",
@@ -120,12 +188,9 @@ def _say(name: str, shape: ModelShape, reports: Sequence[Report]) -> None:
         console.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False)
 
 
-def _say_prompts(prompts: Sequence[PromptRun]) -> None:
+def _console() -> Console:
     console = Console()
-    console.print()
-    console.print(prompt_table(prompts))
-    if (most := max(found.other_load for found in prompts)) > _MOST_OTHER_LOAD:
-        console.print(f"note: others used up to {most:.1f} cores meanwhile", highlight=False, markup=False)
+    return console if console.is_terminal else Console(width=_FILE_WIDTH)
 
 
 def remarks(reports: Sequence[Report]) -> Iterator[str]:
@@ -229,6 +294,28 @@ def prompt_table(prompts: Sequence[PromptRun]) -> Table:
     return table
 
 
+def weight_table(runs: Sequence[WeightRun]) -> Table:
+    """Products with each type of weights, in the order of measuring."""
+    columns = ("threads", "weights", "rows", "ms", "limit ms", "bound", "share", "of adds", "of reads", "goal")
+    table = Table(*columns, title="products by type of weights", box=None)
+    for column in table.columns:
+        column.justify, column.no_wrap = "right", True
+    for found in runs:
+        table.add_row(
+            str(found.limits.num_threads),
+            found.weights,
+            f"{found.num_rows:,}",
+            _ms(found.seconds),
+            _ms(found.limits.seconds(found.work)),
+            found.bound,
+            f"{found.share:.0%}",
+            f"{found.share_of_multiply_adds:.0%}",
+            f"{found.share_of_reads:.0%}",
+            "" if found.goal is None else f"≥ {found.goal:.0%}",
+        )
+    return table
+
+
 def threads_title(number: int) -> str:
     """As a title."""
     return f"{number} thread{'s' if number > 1 else ''}"
@@ -260,6 +347,29 @@ def prompts_document(prompts: Sequence[PromptRun], sizes: PromptSizes) -> dict[s
     """The part of the attention of prompts, which may be measured at another time."""
     runs = [{**dataclasses.asdict(found), "share": found.share} for found in prompts]
     return {**origin(), "sizes": dataclasses.asdict(sizes), "goal": GOAL, "runs": runs}
+
+
+def weights_document(runs: Sequence[WeightRun], sizes: WeightSizes) -> dict[str, Any]:
+    """The part of the products with each type of weights, which may be measured at another time."""
+    return {**origin(), "sizes": dataclasses.asdict(sizes), "runs": [_plain_weights(found) for found in runs]}
+
+
+def _plain_weights(found: WeightRun) -> dict[str, Any]:
+    return {
+        "num_threads": found.limits.num_threads,
+        "weights": found.weights,
+        "num_rows": found.num_rows,
+        "work": dataclasses.asdict(found.work),
+        "seconds": found.seconds,
+        "limit_flop_per_s": found.limits.product_rate,
+        "limit_bytes_per_s": found.limits.read_rate,
+        "bound": found.bound,
+        "share": found.share,
+        "share_of_multiply_adds": found.share_of_multiply_adds,
+        "share_of_reads": found.share_of_reads,
+        "goal": found.goal,
+        "other_load": found.other_load,
+    }
 
 
 def _plain_report(report: Report) -> dict[str, Any]:

@@ -45,16 +45,24 @@ def _probe_torch(size: int, budget_s: float) -> Iterator[Probe]:
         yield Probe("torch's oneDNN", flop / timing.best_s)
 
 
+class ReadStream:
+    """`run` reads `num_bytes` of memory in order, a stretch by each of `num_threads` threads."""
+
+    def __init__(self, num_threads: int, num_bytes: int) -> None:
+        self.values = np.ones(num_bytes // 4, dtype=np.float32)  # written: untouched memory is one page of zeros
+        self.num_bytes = self.values.nbytes
+        self._sums = np.empty(num_threads, dtype=np.float32)
+
+    def run(self) -> None:
+        values, sums = self.values, self._sums
+        _sum_kernel(sums.size, sums.size, values.ctypes.data, values.size, sums.ctypes.data, sums.size)
+
+
 def _probe_reads(num_threads: int, num_bytes: int, budget_s: float) -> Iterator[Probe]:
-    values = np.ones(num_bytes // 4, dtype=np.float32)  # written: untouched memory is one page of zeros
-    sums = np.empty(num_threads, dtype=np.float32)
-    timing = timed(
-        lambda: _sum_kernel(num_threads, num_threads, values.ctypes.data, values.size, sums.ctypes.data, num_threads),
-        budget_s,
-    )
-    yield Probe("sum by Numba", values.nbytes / timing.best_s)
-    tensor = torch.from_numpy(values)
-    yield Probe("sum by torch", values.nbytes / timed(tensor.sum, budget_s).best_s)
+    stream = ReadStream(num_threads, num_bytes)
+    yield Probe("sum by Numba", stream.num_bytes / timed(stream.run, budget_s).best_s)
+    tensor = torch.from_numpy(stream.values)
+    yield Probe("sum by torch", stream.num_bytes / timed(tensor.sum, budget_s).best_s)
 
 
 @numba.njit(nogil=True, fastmath={"reassoc", "contract", "nsz", "arcp"})

@@ -1,7 +1,7 @@
 """What a kernel must read and compute, and so what a machine allows: the roofline (Williams et al., CACM 2009).
 
 All counts are of the task, not of how it is done: each weight and each K and V that is needed is read once, a
-multiply and an add are two operations, float32 throughout.
+multiply and an add are two operations, float32 throughout but for what a caller says of weights.
 """
 
 from __future__ import annotations
@@ -71,10 +71,11 @@ def decode_attention(shape: ModelShape, batch: int, context: int) -> Work:
     return Work(attended * shape.kv_token_bytes, attended * shape.attention_flop)
 
 
-def linear(num_rows: int, in_features: int, out_features: int) -> Work:
-    """A linear layer: weights and rows."""
+def linear(num_rows: int, in_features: int, out_features: int, weight_bytes: int | None = None) -> Work:
+    """A linear layer: weights and rows. `weight_bytes`: of all weights, scales among them; by default float32."""
     weights = in_features * out_features
-    return Work((weights + num_rows * in_features) * FLOAT_BYTES, 2 * num_rows * weights)
+    read = weights * FLOAT_BYTES if weight_bytes is None else weight_bytes
+    return Work(read + num_rows * in_features * FLOAT_BYTES, 2 * num_rows * weights)
 
 
 def digest(num_bytes: int) -> Work:

@@ -26,11 +26,14 @@ from benchmarks.kernels import command as kernels_command
 from benchmarks.kernels import roofline as cost
 from benchmarks.kernels.cases import Sizes, scattered_pages
 from benchmarks.kernels.measure import DEFAULT_MODEL, shape_of, thread_counts
+from benchmarks.kernels.multiply_adds import MultiplyAdds
 from benchmarks.kernels.prompt_attention import PromptRun, PromptSizes, attention_flop
 from benchmarks.kernels.roofline import Figure, Limits, ModelShape, Probe, Report, Work
-from benchmarks.timing import Timing, timed
+from benchmarks.kernels.weight_types import BY_TWO, WeightRun, WeightSizes, measure_weights, weight_types
+from benchmarks.timing import Timing, rates_in_turn, timed
 from tandem.bench.other_load import OtherLoad
 from tandem.core.errors import ConfigError
+from tandem.engine.cpu.vector_ir import has_bfloat16_products
 from tandem.engine.random_model import ModelSpec, make_config
 from tests.support.imports import loaded_by
 
@@ -46,6 +49,10 @@ TINY_SIZES = Sizes(
 
 TINY_PROMPTS = PromptSizes(
     head_dims=(8, 24), contexts=(40, 100), chunk=33, num_heads=4, num_kv_heads=2, rounds=1, limit_steps=100
+)  # fmt: skip
+
+TINY_WEIGHTS = WeightSizes(
+    in_features=130, out_features=64, rows=(1, 8, 20), cold_bytes=1 << 16, rounds=1, limit_steps=100
 )  # fmt: skip
 
 # Two libraries for products, two for reading; the best: 100 GFLOP/s and 20 GB/s.
@@ -90,6 +97,8 @@ def test_a_prefill_attends_causally_and_makes_logits_of_one_token() -> None:
 def test_the_other_kernels_are_counted() -> None:
     assert cost.decode_attention(M82, 16, 1536) == Work(50_331_648, 75_497_472)
     assert cost.linear(8, 768, 2048) == Work(4 * (768 * 2048 + 8 * 768), 25_165_824)
+    # int4: half a byte a weight, and a float32 for each output and 128 inputs.
+    assert cost.linear(8, 768, 2048, 786_432 + 4 * 2048 * 6) == Work(786_432 + 49_152 + 4 * 8 * 768, 25_165_824)
     assert cost.greedy_sampling(8, 8192) == Work(262_144, 0)
     assert cost.digest(65_536) == Work(65_536, 0)
 
@@ -129,6 +138,31 @@ def test_timing_leaves_out_the_first_run_and_fills_its_budget() -> None:
 
     assert timed(work, 10.0, clock=lambda: now) == Timing(1.0, 2.5, 4)
     assert timed(work, 0.0, clock=lambda: now).num_runs == 3
+
+
+def test_tasks_take_turns_and_their_best_counted_round_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, told = 0.0, []
+    durations = {"a": iter([9.0, 2.0, 1.0]), "b": iter([9.0, 4.0, 8.0])}
+
+    def run(name: str) -> None:
+        nonlocal now
+        now += next(durations[name])
+        told.append(name)
+
+    monkeypatch.setattr("time.thread_time", lambda: now)
+    rates = rates_in_turn([(10, lambda: run("a")), (20, lambda: run("b"))], rounds=2, num_threads=1)
+    assert rates == [10.0, 5.0]
+    assert told == ["a", "b"] * 3
+
+
+def test_a_product_is_bound_by_reads_or_by_multiply_adds() -> None:
+    # 2 GB in 0.125 s where 0.1 are needed; 10 GFLOP in 0.2 s where 0.1 are.
+    few = WeightRun("bfloat16", 1, Work(2 * 10**9, 10**9), 0.125, LIMITS, 0.0)
+    many = WeightRun("int4", 512, Work(10**9, 10**10), 0.2, LIMITS, 0.0)
+    assert (few.bound, many.bound) == ("reads", "multiply-adds")
+    assert (few.share, few.share_of_reads, few.share_of_multiply_adds) == pytest.approx((0.8, 0.8, 0.08))
+    assert (many.share, many.share_of_reads, many.share_of_multiply_adds) == pytest.approx((0.5, 0.25, 0.5))
+    assert (few.goal, many.goal) == (0.8, None)
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -185,6 +219,12 @@ def test_the_table_of_prompts_gives_shares_of_the_limit() -> None:
     assert cells(table, "2") == ["96", "8,192", "200.0", "150.0", "75%", "90.0", "45%", "≥ 70%"]
 
 
+def test_the_table_of_weights_gives_both_shares() -> None:
+    run = WeightRun("bfloat16", 1, Work(2 * 10**9, 10**9), 0.125, LIMITS, 0.0)
+    table = kernels_command.weight_table([run])
+    assert cells(table, "2") == ["bfloat16", "1", "125.0", "100.0", "reads", "80%", "8%", "80%", "≥ 80%"]
+
+
 @pytest.fixture
 def on_one_core() -> Iterator[None]:
     """This thread, and what it starts, share a core: what one of them uses the others do not."""
@@ -223,7 +263,9 @@ def test_load_of_others_is_told_from_ones_own() -> None:
 @pytest.mark.processes
 def test_a_small_run_gives_finite_figures(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "kernels.json"
-    kernels_command.run(None, [1], path, sizes=TINY_SIZES, prompt_sizes=TINY_PROMPTS, random_model=TINY)
+    kernels_command.run(
+        None, [1], path, sizes=TINY_SIZES, prompt_sizes=TINY_PROMPTS, weight_sizes=TINY_WEIGHTS, random_model=TINY
+    )
     content = json.loads(path.read_text())
     (report,) = content["reports"]
     assert content["model"]["layer_weights"] == 2 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48)
@@ -241,17 +283,47 @@ def test_a_small_run_gives_finite_figures(tmp_path: Path, capfd: pytest.CaptureF
     said = capfd.readouterr()
     assert "1 thread: kernels" in said.out
     # Each step was told, the last one as the last.
-    assert [line.split()[0] for line in said.err.splitlines()] == [f"{n}/16" for n in range(1, 17)]
+    total = 16 + len(weight_types())
+    assert [line.split()[0] for line in said.err.splitlines()] == [f"{n}/{total}" for n in range(1, total + 1)]
     prompts = content["prompt_attention"]["runs"]
     assert [(found["head_dim"], found["context"]) for found in prompts] == [(8, 40), (8, 100), (24, 40), (24, 100)]
     rates = [found[name] for found in prompts for name in ("limit_flop_per_s", "flop_per_s", "torch_flop_per_s")]
     assert all(math.isfinite(rate) and rate > 0 for rate in rates)
-    # Those of prompts alone are put into what is there.
-    path.write_text(json.dumps({**content, "prompt_attention": None}))
+    weights = content["weight_types"]["runs"]
+    assert [(found["weights"], found["num_rows"]) for found in weights] == [
+        (name, num_rows) for name in weight_types() for num_rows in (1, 8, 20)
+    ]
+    rates = [found[name] for found in weights for name in ("seconds", "share", "limit_flop_per_s", "limit_bytes_per_s")]
+    assert all(math.isfinite(rate) and rate > 0 for rate in rates)
+    # What is measured alone is put into what is there.
+    path.write_text(json.dumps({**content, "prompt_attention": None, "weight_types": None}))
     kernels_command.run_prompts([1], path, progress=False, sizes=TINY_PROMPTS)
+    kernels_command.run_weights([1], path, progress=False, sizes=TINY_WEIGHTS)
     again = json.loads(path.read_text())
     assert again["reports"] == content["reports"]
     assert len(again["prompt_attention"]["runs"]) == 4
+    assert len(again["weight_types"]["runs"]) == len(weights)
+
+
+def test_each_type_of_weights_is_counted_in_its_bytes() -> None:
+    runs = measure_weights(1, replace(TINY_WEIGHTS, rows=(1,)), str)
+    bytes_of = {run.weights: run.work.num_bytes - 4 * 130 for run in runs}
+    # 64 outputs of 130 inputs; scales for each output, and of int4 for 128 inputs and the two behind them.
+    num = 64 * 130
+    expected = {"float32": 4 * num, "bfloat16": 2 * num, "int8": num + 4 * 64, "int4": num // 2 + 2 * 4 * 64}
+    assert {name: bytes_of[name] for name in expected} == expected
+    assert (BY_TWO in bytes_of) is has_bfloat16_products()
+    assert bytes_of.get(BY_TWO, 2 * num) == 2 * num
+
+
+def test_multiply_adds_count_a_multiply_and_an_add_of_every_lane() -> None:
+    one, two = MultiplyAdds(1, 10), MultiplyAdds(2, 10, by_two=True)
+    assert two.flop == 4 * one.flop
+    assert one.flop % (2 * 10 * 8) == 0
+    one.run()
+    # Each of the sums, which begin with 0, 1, 2 and so on, has grown by one a step.
+    num_sums = one.flop // (2 * 10 * one.num_lanes)
+    assert set(one.place[one.num_lanes :].tolist()) == {sum(range(num_sums)) + 10.0 * num_sums}
 
 
 def test_kv_pages_are_too_many_for_a_cache_and_none_is_untouched() -> None:

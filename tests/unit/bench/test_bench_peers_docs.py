@@ -334,3 +334,27 @@ def test_the_page_shows_attention_of_prompts_where_it_was_measured() -> None:
     assert "| 2 | 64 | 8,192 | 200 | 150, 75% | 90, 45% | ≥ 70%: reached |" in page
     assert "| 2 | 96 | 8,192 | 200 | 100, 50% | 90, 45% | ≥ 70%: **missed** |" in page
     assert "others used up to 0.40 cores" in page
+
+
+def test_the_page_shows_products_by_type_of_weights_where_they_were_measured() -> None:
+    kernels = of_kernels(0.9)
+    assert "### Products by type of weights\n\nNot measured." in docs.page(None, of_kernels=kernels)
+    limits = {"num_threads": 2, "limit_flop_per_s": 200e9, "limit_bytes_per_s": 37e9, "other_load": 0.4}
+    few, many = {"num_rows": 1, "bound": "reads"}, {"num_rows": 512, "bound": "multiply-adds"}
+    runs = [
+        {**limits, **few, "weights": "bfloat16", "seconds": 0.001, "share": 0.79, "goal": 0.8},
+        {**limits, **many, "weights": "bfloat16", "seconds": 0.1, "share": 0.9, "goal": 0.9},
+        {**limits, **few, "weights": "int4", "seconds": 0.0005, "share": 0.5, "goal": None},
+        {**limits, **many, "weights": "int4", "seconds": 0.11, "share": 0.85, "goal": None},
+    ]
+    sizes = {"in_features": 4096, "out_features": 2048, "rows": [1, 512]}
+    kernels["weight_types"] = {**kernels, "runs": runs, "sizes": sizes}
+    page = docs.page(None, of_kernels=kernels)
+    assert "| threads | weights | multiply-adds | reads | 1 row | 512 rows |" in page
+    adds = "200 GFLOP/s | 37.0 GB/s"
+    missed = "1.00 ms, 79% of reads, **missed** | 100.00 ms, 90% of multiply-adds"
+    assert f"| 2 | bfloat16 | {adds} | {missed} |" in page
+    assert f"| 2 | int4 | {adds} | 0.50 ms, 50% of reads | 110.00 ms, 85% of multiply-adds |" in page
+    assert "1 row 80%, 512 rows 90%" in " ".join(page.split())
+    assert "others used up to 0.40 cores" in page
+    assert "Not measured" not in page

@@ -57,25 +57,26 @@ class Gate:
 
 # Loading adds nothing but sums in another order where numbers stay the same ones (those of 4 bits; those of 8 with a
 # scale an output, the greatest of them 127); else int8 rounds once more.
-_KEPT, _ROUNDED = 1e-9, 1e-4
+_KEPT, _ROUNDED = 1e-9, 4e-5
 
-#: By way of computing, and by checkpoint.
+#: By way of computing, and by checkpoint. A bit less in every number makes about four times the divergence: bounds on
+#: it are below that, but for that of bfloat16, which is torch's where a CPU has no products of it.
 GATES = {
     "bfloat16": Gate(1.01, 1e-3),  # where a CPU has no products of bfloat16, all is rounded to it
-    "int8": Gate(1.01, 2e-4),
+    "int8": Gate(1.01, 1e-4),
     "int4": Gate(1.06, 0.02),
-    "KV in bfloat16": Gate(1.01, 1e-4),
-    "KV in int8": Gate(1.01, 1e-4),
-    "GPTQ, 8 bits": Gate(1.01, 2e-4, _ROUNDED),
+    "KV in bfloat16": Gate(1.01, 2.5e-6),
+    "KV in int8": Gate(1.01, 2e-5),
+    "GPTQ, 8 bits": Gate(1.01, 6e-5, _ROUNDED),
     "GPTQ, 4 bits": Gate(1.02, 0.01, _KEPT),
-    "GPTQ, 4 bits, zero points, `desc_act`": Gate(1.02, 0.01, _ROUNDED),
+    "GPTQ, 4 bits, zero points, `desc_act`": Gate(1.02, 0.007, _ROUNDED),
     "GPTQ, 2 bits, zero points, groups of 16": Gate(1.3, 0.3, 1e-3),
-    "AWQ": Gate(1.02, 0.01, _ROUNDED),
-    "compressed-tensors, W8A16": Gate(1.01, 2e-4, _ROUNDED),
+    "AWQ": Gate(1.02, 0.007, _ROUNDED),
+    "compressed-tensors, W8A16": Gate(1.01, 6e-5, _ROUNDED),
     "compressed-tensors, W4A16": Gate(1.02, 0.01, _KEPT),
-    "compressed-tensors, W4A16, zero points": Gate(1.02, 0.01, _ROUNDED),
-    "compressed-tensors, int8": Gate(1.01, 2e-4, _KEPT),
-    "compressed-tensors, FP8": Gate(1.01, 1e-3, _ROUNDED),
-    "compressed-tensors, FP8, one scale a layer": Gate(1.01, 1e-3, _ROUNDED),
-    "FP8, blocks of 128": Gate(1.01, 1e-3, _ROUNDED),
+    "compressed-tensors, W4A16, zero points": Gate(1.02, 0.007, _ROUNDED),
+    "compressed-tensors, int8": Gate(1.01, 6e-5, _KEPT),
+    "compressed-tensors, FP8": Gate(1.01, 5e-4, _ROUNDED),
+    "compressed-tensors, FP8, one scale a layer": Gate(1.01, 5e-4, _ROUNDED),
+    "FP8, blocks of 128": Gate(1.01, 5e-4, _ROUNDED),
 }

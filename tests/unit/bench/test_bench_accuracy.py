@@ -40,7 +40,7 @@ CONTENT: dict[str, Any] = {
 def test_each_way_is_judged_beside_float32() -> None:
     page = "\n".join(section(CONTENT))
     assert "| float32 | 1.400 | 0.000000 | 100.0% | 99 of 100 |  |" in page
-    assert "| int8 | 1.410 | 0.000100 | 100.0% | 97 of 100 | ≤ 1.01 ×, 0.0002 nats, 2 of 100 recalled less: pa" in page
+    assert "| int8 | 1.410 | 0.000100 | 100.0% | 97 of 100 | ≤ 1.01 ×, 0.0001 nats, 2 of 100 recalled less: pa" in page
     assert "≤ 1.06 ×, 0.02 nats, 2 of 100 recalled less: **failed** |" in page, "int4 is above its bound"
     assert page in docs.page(None, of_accuracy=CONTENT)
 
@@ -48,9 +48,10 @@ def test_each_way_is_judged_beside_float32() -> None:
 def test_a_checkpoint_is_judged_by_what_loading_adds_too() -> None:
     page = "\n".join(section(CONTENT))
     row = "| int8 | 1.400 | 0.002000 | 100.0% | 99 of 100 | 1e-05 | "
-    row += "≤ 1.02 ×, 0.01 nats, {} added, 2 of 100 recalled less: {} |"
-    assert f"| AWQ {row.format('0.0001', 'passed')}" in page
-    assert f"| compressed-tensors, W4A16 {row.format('1e-09', '**failed**')}" in page, "its numbers are to be kept"
+    row += "≤ 1.02 ×, {} nats, {} added, 2 of 100 recalled less: {} |"
+    assert f"| AWQ {row.format('0.007', '4e-05', 'passed')}" in page
+    failed = row.format("0.01", "1e-09", "**failed**")
+    assert f"| compressed-tensors, W4A16 {failed}" in page, "its numbers are to be kept"
 
 
 @pytest.mark.parametrize(

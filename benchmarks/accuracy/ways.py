@@ -63,7 +63,7 @@ _KEPT, _ROUNDED = 1e-9, 4e-5
 #: it are below that, but for that of bfloat16, which is torch's where a CPU has no products of it.
 GATES = {
     "bfloat16": Gate(1.01, 1e-3),  # where a CPU has no products of bfloat16, all is rounded to it
-    "int8": Gate(1.01, 1e-4),
+    "int8": Gate(1.01, 7e-5),
     "int4": Gate(1.06, 0.02),
     "KV in bfloat16": Gate(1.01, 2.5e-6),
     "KV in int8": Gate(1.01, 2e-5),

@@ -30,7 +30,7 @@ CONTENT: dict[str, Any] = {
     "num_tokens": 1234,
     "ways": {
         "float32": OF_EXACT,
-        "int8": {**OF_EXACT, "perplexity": 1.41, "divergence": 0.0001, "num_recalled": 97},
+        "int8": {**OF_EXACT, "perplexity": 1.41, "divergence": 0.00006, "num_recalled": 97},
         "int4": {**OF_EXACT, "perplexity": 1.5, "same_token": 0.9},
     },
     "checkpoints": {"AWQ": OF_AWQ, "compressed-tensors, W4A16": OF_AWQ},
@@ -40,7 +40,7 @@ CONTENT: dict[str, Any] = {
 def test_each_way_is_judged_beside_float32() -> None:
     page = "\n".join(section(CONTENT))
     assert "| float32 | 1.400 | 0.000000 | 100.0% | 99 of 100 |  |" in page
-    assert "| int8 | 1.410 | 0.000100 | 100.0% | 97 of 100 | ≤ 1.01 ×, 0.0001 nats, 2 of 100 recalled less: pa" in page
+    assert "| int8 | 1.410 | 0.000060 | 100.0% | 97 of 100 | ≤ 1.01 ×, 7e-05 nats, 2 of 100 recalled less: pa" in page
     assert "≤ 1.06 ×, 0.02 nats, 2 of 100 recalled less: **failed** |" in page, "int4 is above its bound"
     assert page in docs.page(None, of_accuracy=CONTENT)
 

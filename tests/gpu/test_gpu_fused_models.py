@@ -33,7 +33,7 @@ from tandem.engine.layout import KVLayout
 from tandem.engine.paged_model import PagedModel
 
 DTYPES = ("float32", "float16", "bfloat16")
-NUM_PAGES, MAX_CONTEXT = 24, 512
+NUM_PAGES, MAX_CONTEXT = 32, 512
 NUM_LAYERS = 2
 LAYOUT = KVLayout(NUM_LAYERS, 2, 16, helpers.PAGE_SIZE, "float32")
 WHOLE = f"{NUM_LAYERS} attention, {NUM_LAYERS} mlp, {2 * NUM_LAYERS + 1} norm, {NUM_LAYERS} layer"
@@ -387,7 +387,7 @@ def test_pages_of_another_type_keep_the_models_own_parts(triton_device: torch.de
 def test_the_greatest_position_has_its_row(triton_device: torch.device) -> None:
     model = fused(small_model(triton_device))
     start = MAX_CONTEXT - 2
-    pages = list(range(NUM_PAGES)) * 2
+    pages = list(range(NUM_PAGES))
     model.arena.tensor.fill_(0.5)
     step = [SequenceInput([5, 6], start, pages)]
     expected = paged(model.model)

@@ -7,12 +7,12 @@ start among them, and a *mark* for the share of their time that they shall compu
     what waits will not be done by the time
       that another worker has started        ─>  grow
     load ≤ (n - 1) × mark, and it was never
-      more since a while (`shrink_delay_s`)  ─>  shrink by one
+      more since a while (`shrink_delay_s`)  ─>  shrink: by one, a large pool by a tenth
     else                                     ─>  stay
 
 So between growing and shrinking lies a band, and a worker that was just added is not given up for a chance. The rise of
 a load is believed as far as chance does not explain it; its fall, only when all of the while has passed, which growing
-begins anew. Between two workers that are given up a part of a start passes, for a load that comes again soon.
+begins anew. Between two times that it shrinks a part of a start passes, for a load that comes again soon.
 
 *Its own SLO corrects it.* Where more than a tenth of the requests miss the pool's target (TTFT with all its queueing
 for prefill, TPOT for decode) although nothing waits and nobody starts, the mark was too high for this load: it is put
@@ -43,9 +43,11 @@ _LATE_S = 60.0
 _SETTLE_S = 15.0
 _LEAST_MARK = 0.5
 _RECOVERY_S = 1800.0
-#: Between two workers that are given up passes this share of what a start takes: a load may come again, and what was
-#: given up in a moment takes that long to come back.
+#: Between two times that it shrinks passes this share of what a start takes: a load may come again, and what was given
+#: up in a moment takes that long to come back.
 _PAUSE = 0.25
+#: What a pool gives up at a time, but for the one that any may: one by one, two hundred workers went in an hour.
+_GIVEN_SHARE = 0.1
 #: What a start takes where none has been seen.
 _START_S = 30.0
 #: Who was needed at no time of so long may help the other pool.
@@ -233,7 +235,9 @@ class PoolLaw:
         pause_s = self._start_taken_s * _PAUSE
         if size.num_leaving or now_s - self._shrunk_s < pause_s:
             return num, f"{used}; it shrinks when who leaves is gone, and not sooner than {pause_s:.1f} s later"
-        return num - 1, f"for {delay_s:.0f} s it needed at most {self._needs.most:.2f} workers at {self._mark:.2f}"
+        needed = max(self.range.least, math.ceil(self._needs.most - _ROUNDING))
+        wanted = max(needed, num - max(1, int(num * _GIVEN_SHARE)))
+        return wanted, f"for {delay_s:.0f} s it needed at most {self._needs.most:.2f} workers at {self._mark:.2f}"
 
     # -- what the pool's own target says
 

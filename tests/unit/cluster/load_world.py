@@ -107,8 +107,9 @@ class PrefillWorld:
             self._numbers += 1
             self._coming.append((self.now_s + self.start_s, f"life-{self._numbers}"))
         if decision.wanted < decision.before:
-            assert decision.before - decision.wanted == 1, "it shrinks one at a time"
-            self._lives.pop()
+            num_given = decision.before - decision.wanted
+            assert num_given == 1 or num_given <= decision.before // 10, "a tenth at a time, or one"
+            del self._lives[-num_given:]
 
     # -- what came of it
 

@@ -85,6 +85,21 @@ def test_it_shrinks_by_one_when_the_load_was_low_for_the_whole_delay() -> None:
     assert f"for {DELAY_S:.0f} s" in decision.why
 
 
+@pytest.mark.parametrize(("num", "load", "wanted"), [(19, 1.0, 18), (20, 1.0, 18), (192, 1.0, 173), (192, 126.1, 181)])
+def test_a_large_pool_gives_up_a_tenth_at_a_time_and_no_more_than_it_can_spare(
+    num: int, load: float, wanted: int
+) -> None:
+    pool = Told(num, Range(1, 200))
+    pool.stay(load, DELAY_S)
+    assert pool.look(load).wanted == wanted
+
+
+def test_a_large_pool_keeps_its_fewest() -> None:
+    pool = Told(100, Range(95, 200))
+    pool.stay(1.0, DELAY_S)
+    assert pool.look(1.0).wanted == 95
+
+
 def test_a_peak_puts_shrinking_off_for_the_whole_delay() -> None:
     pool = Told(4)
     pool.stay(1.0, 100)

@@ -14,6 +14,9 @@ from tandem.core.arguments import Parser, port, whole
 #: What `parts` can measure.
 PARTS = ("exposed", "bandwidth", "admission", "ttft", "streaming", "routers", "placement", "idle", "startup")
 
+#: Of clusters that `autoscale` simulates.
+AUTOSCALE_WORKERS = (8, 32, 128, 256)
+
 #: What `scale` can measure.
 SCALE_PARTS = ("growth", "thousand", "azure")
 
@@ -152,14 +155,21 @@ def _add_autoscale(commands: Any) -> None:
         commands,
         "autoscale",
         "laws that size pools by their load beside fixed sizes, on Azure's traces; simulated; a quarter of an hour",
-        "python -m benchmarks autoscale --traces ~/traces --json docs/figures/autoscale.json",
+        "python -m benchmarks autoscale --traces ~/traces --json docs/figures/autoscale.json\n"
+        "python -m benchmarks autoscale --traces ~/traces --workers 8 32",
         _autoscale,
     )
     command.add_argument(
         "--traces", type=Path, required=True, metavar="DIR",
         help="with AzureLLMInferenceTrace_conv.csv and AzureLLMInferenceTrace_code.csv",
     )  # fmt: skip
-    _add_json(command)
+    command.add_argument(
+        "--workers", type=int, nargs="+", choices=AUTOSCALE_WORKERS, metavar="N",
+        help=f"clusters of so many at most alone: {', '.join(map(str, AUTOSCALE_WORKERS))} (default: all)",
+    )  # fmt: skip
+    command.add_argument("--go-on", action="store_true", help="do not simulate again what the file has")
+    command.add_argument("--processes", type=whole(1), default=1, metavar="N", help="at once (default: 1)")
+    _add_json(command, "write everything there; what else it has stays")
 
 
 def _add_law(commands: Any) -> None:
@@ -431,7 +441,7 @@ def _parts(options: argparse.Namespace) -> int:
 def _autoscale(options: argparse.Namespace) -> int:
     from benchmarks.autoscale import command
 
-    command.run(options.traces, options.json)
+    command.run(options.traces, options.json, options.workers or (), options.processes, goes_on=options.go_on)
     return 0
 
 

@@ -24,7 +24,10 @@ from typing import Any
 from benchmarks.accuracy.section import COMMAND as ACCURACY_COMMAND
 from benchmarks.accuracy.section import FORMAT as ACCURACY_FORMAT
 from benchmarks.accuracy.section import section as accuracy_section
+from benchmarks.autoscale.section import COMMAND as AUTOSCALE_COMMAND
 from benchmarks.autoscale.section import FORMAT as AUTOSCALE_FORMAT
+from benchmarks.autoscale.section import PLOT as AUTOSCALE_PLOT
+from benchmarks.autoscale.section import plot as autoscale_plot
 from benchmarks.autoscale.section import section as autoscale_section
 from benchmarks.conversations.section import COMMAND as CONVERSATIONS_COMMAND
 from benchmarks.conversations.section import FORMAT as CONVERSATIONS_FORMAT
@@ -488,7 +491,7 @@ def _section(
 SECTIONS = (
     _section("parts", parts.FORMAT, "`python -m benchmarks parts`", _parts_section),
     _section("placement", PLACEMENT_FORMAT, "`python -m benchmarks placement`", placement_section),
-    _section("autoscale", AUTOSCALE_FORMAT, "`python -m benchmarks autoscale`", autoscale_section),
+    _section("autoscale", AUTOSCALE_FORMAT, AUTOSCALE_COMMAND, autoscale_section),
     _section("scale", SCALE_FORMAT, SCALE_COMMAND, scale_section),
     _section("paper", PAPER_FORMAT, PAPER_COMMAND, paper_section),
     _section("links", LINKS_FORMAT, "`python -m benchmarks link`", links_section),
@@ -539,6 +542,7 @@ def main() -> None:
         LAW_PLOT: law_plot(of_law),
         STUDIES_TARGET: studies_page(of_studies, STUDIES_SOURCE),
         **studies_plots(of_studies),
+        **({AUTOSCALE_PLOT: autoscale_plot(measured["of_autoscale"])} if measured["of_autoscale"] is not None else {}),
         **({PREDICT_PLOT: predict_plot(measured["of_predict"])} if measured["of_predict"] is not None else {}),
     }
     for target, wanted in pages.items():

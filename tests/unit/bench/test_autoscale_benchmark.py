@@ -1,17 +1,33 @@
-"""The laws that the law which ships is compared with, and the table of the comparison."""
+"""The laws that the law which ships is compared with, on which load, and the table and plot of the comparison."""
 
 from __future__ import annotations
 
 import random
+from itertools import groupby
+from pathlib import Path
 
 import pytest
 
-from benchmarks.autoscale.command import measure
+from benchmarks.__main__ import AUTOSCALE_WORKERS
+from benchmarks.autoscale.cases import (
+    CODE,
+    CONV,
+    FLEXIBLE,
+    LAW,
+    PATIENT,
+    SIZES,
+    Size,
+    cases_of,
+    compared,
+    load_of,
+    shape_of,
+)
 from benchmarks.autoscale.laws import Latencies, OneAtATime, Proportional
-from benchmarks.autoscale.section import section
+from benchmarks.autoscale.section import best_fixed, hours_of, plot, section
 from kvtransfer.layout import KvFormat, LayoutId
 from tandem.cluster.supervisor.autoscale import PoolSize, Range
 from tandem.cluster.supervisor.demand import Asked, Held, Sample, Worked
+from tandem.core.errors import ConfigError
 from tandem.core.identity import Role
 from tandem.core.step_times import Fitted
 from tandem.sim.load import Arrival
@@ -70,29 +86,100 @@ def test_one_at_a_time_goes_by_fixed_marks(busy_s: float, wanted: int) -> None:
     assert [decision.wanted for decision in decided] == [wanted]
 
 
-def test_the_table_has_each_law_and_the_best_fixed_size() -> None:
+TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
+    f"2023-11-16 18:{second // 60:02}:{second % 60:02}.0000000,{{num_input}},{{num_output}}\n" for second in range(1800)
+)
+
+
+@pytest.fixture
+def traces(tmp_path: Path) -> Path:
+    (tmp_path / CONV).write_text(TRACE.format(num_input=100, num_output=20))
+    (tmp_path / CODE).write_text(TRACE.format(num_input=200, num_output=2))
+    return tmp_path
+
+
+@pytest.mark.parametrize(("workers", "per_s"), [(8, 0.25), (32, 1), (128, 4)])
+def test_each_size_has_as_much_load_for_each_worker_of_conversations_then_code_then_conversations(
+    workers: int, per_s: float, traces: Path
+) -> None:
+    load = load_of(Size(workers, 600.0), traces)
+    assert len(load) == pytest.approx(1800 * per_s, rel=0.15)
+    assert [arrival.number for arrival in load] == list(range(len(load)))
+    assert load == sorted(load, key=lambda arrival: arrival.arrived_s)
+    kinds = [(arrival.num_input, arrival.num_output) for arrival in load if 40 < arrival.arrived_s % 600 < 560]
+    assert [kind for kind, _ in groupby(kinds)] == [(100, 20), (200, 2), (100, 20)]
+
+
+def test_the_conversations_go_on_where_they_were_left(traces: Path) -> None:
+    lines = (traces / CONV).read_text().splitlines()
+    (traces / CONV).write_text("\n".join([*lines[:601], *(line.replace(",100,", ",101,") for line in lines[601:])]))
+    load = load_of(Size(32, 600.0), traces)
+    assert {arrival.num_input for arrival in load if arrival.arrived_s < 590} == {100}
+    assert {arrival.num_input for arrival in load if arrival.arrived_s > 1210} == {101}
+
+
+def test_a_trace_that_is_too_short_is_refused(traces: Path) -> None:
+    with pytest.raises(ConfigError, match="shorter than the 1800 s"):
+        load_of(Size(32, 1800.0), traces)
+
+
+def test_all_sizes_can_be_asked_for() -> None:
+    assert tuple(size.workers for size in SIZES) == AUTOSCALE_WORKERS
+    assert all(case.fixed is None or sum(case.fixed) <= size.workers for size in SIZES for case in cases_of(size))
+
+
+def test_the_law_of_a_case_is_the_one_that_ships_but_for_its_setting() -> None:
+    base = shape()
+    of_name = {case.name: shape_of(case, base) for case in cases_of(SIZES[0])}
+    assert of_name[LAW].settings == base.settings
+    assert of_name[LAW].ranges == {Role.PREFILL: Range(1, 6), Role.DECODE: Range(1, 2)}
+    assert (of_name[PATIENT].settings.shrink_delay_s, of_name[FLEXIBLE].flexible) == (600.0, 8)
+    assert not of_name["4 + 1"].ranges
+    assert of_name["4 + 1"].prefill.num_workers == 4
+
+
+def shape() -> WorldShape:
     limits = SchedulerLimits(8, 256, 64, 10_000, 0.75, saturating_tokens=64)
-    bounds, rng = Range(1, 4), random.Random(1)
-    shape = WorldShape(
-        prefill=PoolShape(2, 200, limits, bounds=bounds),
-        decode=PoolShape(2, 200, limits, bounds=bounds),
+    return WorldShape(
+        prefill=PoolShape(2, 200, limits),
+        decode=PoolShape(2, 200, limits),
         kv_format=KvFormat(LayoutId("0" * 64, "bfloat16", 4, 2, 8, 16), "simulated"),
         times=Fitted(0.01, 0.0001),
         bytes_per_s=1e9, latency_s=0.002, message_s=0.001, report_s=0.05,
     )  # fmt: skip
-    arrivals = [Arrival(number, 0.1 * number, rng.randint(10, 200), rng.randint(2, 20)) for number in range(300)]
-    told: list[str] = []
-    found = measure(shape, arrivals, told.append, fixed=((2, 2), (4, 4)))
-    names = [case["name"] for case in found["cases"]]
-    assert names == told
-    assert names[2:4] == ["the law, flexible 8", "the law, shrink_delay_s 600, flexible 8"]
-    assert names[4:] == ["proportional", "one at a time", "fixed: 2 + 2", "fixed: 4 + 4"]
-    assert found["cases"][-1]["worker_hours"]["prefill"] == pytest.approx(4 * found["hours"], rel=0.1)
-    settings = {"scenario": "a.yaml", "start_s": 60.0, "copies": 1, "limit": 300}
-    text = "\n".join(section({**found, "settings": settings, "code": {"digest": "d"}}))
-    assert all(f"| {name} |" in text for name in names)
-    assert "tried and keep at least as many requests as *the law* are 2 + 2; it takes" in text.replace("\n", " ")
-    worse = [{**case, "kept_share": 0.0} for case in found["cases"][-2:]]
-    cases = [{**found["cases"][0], "kept_share": 0.5}, *worse]
-    text = "\n".join(section({**found, "cases": cases, "settings": settings, "code": {"digest": "d"}}))
-    assert "No fixed size that was tried keeps as many requests as *the law*." in text
+
+
+@pytest.mark.long
+def test_the_table_and_the_plot_have_each_law_and_the_best_fixed_size() -> None:
+    rng = random.Random(1)
+    load = [Arrival(number, 0.6 * number, rng.randint(10, 200), rng.randint(2, 20)) for number in range(300)]
+    found = {case.key: compared(case, shape_of(case, shape()), load) for case in cases_of(SIZES[0])}
+    law, most = found["8: the law"], found["8: 6 + 2"]
+    assert most["worker_hours"]["prefill"] == pytest.approx(6 * most["hours"], rel=0.1)
+    assert law["num_changes"]["prefill"]
+    assert law["sizes"]["prefill"][0] == 2
+    assert law["sizes"]["prefill"][-1] == 1
+    assert most["sizes"]["decode"] == [2] * 90
+    settings = {"scenario": "a.yaml", "start_s": 60.0, "ttft_s": 5.0, "tpot_s": 0.1}
+    settings |= {"sizes": [{"workers": 8, "phase_s": 600.0}]}
+    larger = {f"32{key[1:]}": {**case, "workers": 32} for key, case in found.items()}
+    content = {"cases": {**found, **larger}, "settings": settings, "code": {"digest": "d"}}
+    text = " ".join(section(content))
+    assert all(f"| {workers} | {name} |" in text for workers in (8, 32) for name in SIZES[0].laws)
+    assert all(f"| 8 | fixed: {fixed} |" in text for fixed in ("2 + 1", "6 + 2"))
+    best = best_fixed(law, list(found.values()))
+    assert best is not None
+    assert f"*the law* takes {hours_of(law) / hours_of(best):.2f} times the worker-hours of {best['name']}" in text
+    drawn = plot(content)
+    assert all(f">{name}</text>" in drawn for name in (LAW, "one at a time", "proportional", "32"))
+    assert best_fixed({"kept_share": 1.1}, list(found.values())) is None
+
+
+def test_sizes_of_which_a_law_is_missing_are_not_told() -> None:
+    size = SIZES[0]
+    load = [Arrival(number, 0.1 * number, 10, 2) for number in range(20)]
+    case = next(cases_of(size))
+    settings = {"scenario": "a.yaml", "start_s": 60.0, "ttft_s": 5.0, "tpot_s": 0.1}
+    settings |= {"sizes": [{"workers": 8, "phase_s": 600.0}]}
+    found = {case.key: compared(case, shape_of(case, shape()), load)}
+    assert "| 8 |" not in " ".join(section({"cases": found, "settings": settings, "code": {"digest": "d"}}))

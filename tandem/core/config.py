@@ -29,6 +29,8 @@ _COLLECTOR = re.compile(r"https?://[^/\s]+\S*")
 MAX_POOL = 1024
 """Workers of one pool, or routers; a slip of the finger must not fill the supervisor's memory."""
 
+_HEARTBEATS_PER_LEASE = 5
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -339,6 +341,11 @@ class TransportConfig:
         "at the speed of memory, on GPUs by the GPU. Without, a page that a path damages gives wrong tokens. Workers "
         "that differ in it do not pair."
     )
+
+    @property
+    def heartbeat_s(self) -> float:
+        """Between two looks of the supervisor at its processes, and at the load."""
+        return self.lease_s / _HEARTBEATS_PER_LEASE
 
 
 @dataclass(frozen=True)

@@ -278,24 +278,30 @@ def worker_hours(world: World, role: Role, end_s: float) -> float:
     return sum(life.worked_s(end_s) for life in world.fleet.lives if life.role is role) / 3600
 
 
+def sizes_over_time(world: World, role: Role) -> list[tuple[float, int, int]]:
+    """After each change: seconds, workers that are wanted, and that are ready."""
+    lives = [life for life in world.fleet.lives if life.role is role]
+    moments = {0.0, *(moment for life in lives for moment in (life.asked_s, life.ready_s, life.left_s) if moment)}
+    return [
+        (
+            time,
+            sum(life.asked_s <= time and (life.left_s is None or time < life.left_s) for life in lives),
+            sum(life.is_ready(time) for life in lives),
+        )
+        for time in sorted(moments)
+    ]
+
+
 def _pool(world: World, role: Role, end_s: float) -> dict[str, Any]:
-    """Bounds, sizes over time and why they changed. `sizes`: seconds, workers that are wanted, and that are ready."""
+    """Bounds, sizes over time and why they changed."""
     bounds = world.shape.ranges.get(role)
     decisions = [decision for decision in world.decisions if decision.role is role]
     lives = [life for life in world.fleet.lives if life.role is role]
-    moments = {0.0, *(moment for life in lives for moment in (life.asked_s, life.ready_s, life.left_s) if moment)}
     return {
         "least": bounds.least if bounds else None,
         "most": bounds.most if bounds else None,
         "mean": sum(life.worked_s(end_s) for life in lives) / end_s,
-        "sizes": [
-            [
-                time,
-                sum(life.asked_s <= time and (life.left_s is None or time < life.left_s) for life in lives),
-                sum(life.is_ready(time) for life in lives),
-            ]
-            for time in sorted(moments)
-        ],
+        "sizes": sizes_over_time(world, role),
         "changes": [
             {
                 "at_s": each.at_s,

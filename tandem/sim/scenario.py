@@ -203,6 +203,7 @@ class Scenario(TimeModel):
             report_s=network.report_ms * 1e-3,
             mixed_pool_tokens=config.scheduling.mixed_pool_tokens,
             start_s=self.pools.start_s,
+            look_s=config.transport.heartbeat_s,
             flexible=config.pools.flexible,
             change_s=self.pools.change_s,
             ttft_s=config.slo.ttft_ms / 1000 or ttft_s,

@@ -84,6 +84,7 @@ class WorldShape:
     report_s: a worker that computes tells of itself so often.
     mixed_pool_tokens: the longest prompt that a decode worker may compute alone; endless: any, 0: none.
     start_s: that a worker needs to be ready.
+    look_s: between two looks of the supervisor at the load: a heartbeat.
     flexible: workers that may serve in the other role than the one they were started in.
     change_s: in which one that holds nothing changes its role.
     ttft_s, tpot_s: by when tokens are wanted.
@@ -115,6 +116,7 @@ class WorldShape:
     report_s: float
     mixed_pool_tokens: float = 0
     start_s: float = 60.0
+    look_s: float = 2.0
     flexible: int = 0
     change_s: float = 0.5
     ttft_s: float = 1.0

@@ -44,9 +44,6 @@ from tandem.worker.batch import Batch
 from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.sequence import Sequence as Choice
 
-LOOK_S = 2.0
-"""Between two looks of the supervisor at the load; a heartbeat."""
-
 
 @dataclass(slots=True)
 class World:
@@ -157,7 +154,7 @@ class World:
             self.role_changes.append((self.kernel.now_s, decided))
         else:
             self._resize(decided)
-        self.kernel.after(LOOK_S, self._look)
+        self.kernel.after(self.shape.look_s, self._look)
 
     def _resize(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:
@@ -179,7 +176,7 @@ class World:
         self._followed = []
         outcomes = [self.ask(arrival) for arrival in arrivals]
         if self.scaler is not None:
-            self.kernel.after(LOOK_S, self._look)
+            self.kernel.after(self.shape.look_s, self._look)
         self.kernel.run_all()
         if self.figures.num_open:
             raise InternalError(f"the simulation came to its end before {self.figures.num_open} of its requests did")

@@ -19,8 +19,6 @@ from tandem.core.identity import Role
 from tandem.rpc.channel import bind, host_of, make_server
 from tandem.rpc.v1 import supervisor_pb2_grpc
 
-HEARTBEATS_PER_LEASE = 5
-
 
 async def serve_supervisor(
     spec: ClusterSpec,
@@ -43,7 +41,7 @@ async def serve_supervisor(
     supervisor = Supervisor(
         launcher,
         wanted={**{role: pool.at_first for role, pool in workers.items()}, Role.ROUTER: pools.routers},
-        heartbeat_s=transport.lease_s / HEARTBEATS_PER_LEASE,
+        heartbeat_s=transport.heartbeat_s,
         policy=Policy(
             silence_s=transport.lease_s + transport.grace_s,
             router_silence_s=transport.lease_s,

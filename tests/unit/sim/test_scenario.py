@@ -169,11 +169,12 @@ def test_no_copies_are_kept_of_pages_of_a_mixed_model(tmp_path: Path) -> None:
 def test_bounds_of_pools_and_the_law_s_settings_reach_the_world(tmp_path: Path) -> None:
     text = (
         "prefill: {workers: 2}\npools: {prefill: {min: 1, max: 6}, start_s: 45}\n"
-        "tandem: {pools: {utilisation: 0.6, shrink_delay_s: 300}, slo: {ttft_ms: 700}}"
+        "tandem: {pools: {utilisation: 0.6, shrink_delay_s: 300}, slo: {ttft_ms: 700}, transport: {lease_s: 25}}"
     )
     shape = read_scenario(scenario_file(tmp_path, text)).shape()
     assert shape.ranges == {Role.PREFILL: Range(1, 6)}
     assert (shape.start_s, shape.settings, shape.ttft_s, shape.tpot_s) == (45, Settings(0.6, 300.0), 0.7, 0.05)
+    assert shape.look_s == 5.0, "a fifth of the lease"
 
 
 def test_deaths_and_what_routers_may_do_about_them_reach_the_world(tmp_path: Path) -> None:

@@ -156,12 +156,18 @@ def _add_autoscale(commands: Any) -> None:
         "autoscale",
         "laws that size pools by their load beside fixed sizes, on Azure's traces; simulated; a quarter of an hour",
         "python -m benchmarks autoscale --traces ~/traces --json docs/figures/autoscale.json\n"
-        "python -m benchmarks autoscale --traces ~/traces --workers 8 32",
+        "python -m benchmarks autoscale --traces ~/traces --workers 8 32\n"
+        "python -m benchmarks autoscale --live --json docs/figures/autoscale_live.json",
         _autoscale,
     )
-    command.add_argument(
-        "--traces", type=Path, required=True, metavar="DIR",
+    what = command.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--traces", type=Path, metavar="DIR",
         help="with AzureLLMInferenceTrace_conv.csv and AzureLLMInferenceTrace_code.csv",
+    )  # fmt: skip
+    what.add_argument(
+        "--live", action="store_true",
+        help="a real cluster instead, on nodes that Ray's autoscaler brings and takes, beside its simulation",
     )  # fmt: skip
     command.add_argument(
         "--workers", type=int, nargs="+", choices=AUTOSCALE_WORKERS, metavar="N",
@@ -439,8 +445,11 @@ def _parts(options: argparse.Namespace) -> int:
 
 
 def _autoscale(options: argparse.Namespace) -> int:
-    from benchmarks.autoscale import command
+    from benchmarks.autoscale import command, live
 
+    if options.live:
+        live.run(options.json)
+        return 0
     command.run(options.traces, options.json, options.workers or (), options.processes, goes_on=options.go_on)
     return 0
 

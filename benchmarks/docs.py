@@ -1,8 +1,8 @@
 """Generate `docs/benchmarks.md` from the measurements in `docs/figures/`: `peers.json`, `peers_bfloat16.json`,
-`conversations.json`, `parts.json`, `placement.json`, `autoscale.json`, `scale.json`, `paper.json`, `links.json`,
-`kernels.json`, `accuracy.json`, `host.json`, `speculation.json`, `simulated.json`, `predict.json`, `gpu_check.json`,
-all of the folders `grid` and `goodput`; and of `law.json` a part of `docs/performance.md` and its plot, of
-`studies.json` `docs/studies.md` and its plots.
+`conversations.json`, `parts.json`, `placement.json`, `autoscale.json`, `autoscale_live.json`, `scale.json`,
+`paper.json`, `links.json`, `kernels.json`, `accuracy.json`, `host.json`, `speculation.json`, `simulated.json`,
+`predict.json`, `gpu_check.json`, all of the folders `grid` and `goodput`, and plots of some; and of `law.json` a part of
+`docs/performance.md` and its plot, of `studies.json` `docs/studies.md` and its plots.
 
     python -m benchmarks.docs                           write it
     python -m benchmarks.docs --check                   fail when the committed one is stale
@@ -24,6 +24,11 @@ from typing import Any
 from benchmarks.accuracy.section import COMMAND as ACCURACY_COMMAND
 from benchmarks.accuracy.section import FORMAT as ACCURACY_FORMAT
 from benchmarks.accuracy.section import section as accuracy_section
+from benchmarks.autoscale.live_section import COMMAND as AUTOSCALE_LIVE_COMMAND
+from benchmarks.autoscale.live_section import FORMAT as AUTOSCALE_LIVE_FORMAT
+from benchmarks.autoscale.live_section import PLOT as AUTOSCALE_LIVE_PLOT
+from benchmarks.autoscale.live_section import plot as autoscale_live_plot
+from benchmarks.autoscale.live_section import section as autoscale_live_section
 from benchmarks.autoscale.section import COMMAND as AUTOSCALE_COMMAND
 from benchmarks.autoscale.section import FORMAT as AUTOSCALE_FORMAT
 from benchmarks.autoscale.section import PLOT as AUTOSCALE_PLOT
@@ -492,6 +497,7 @@ SECTIONS = (
     _section("parts", parts.FORMAT, "`python -m benchmarks parts`", _parts_section),
     _section("placement", PLACEMENT_FORMAT, "`python -m benchmarks placement`", placement_section),
     _section("autoscale", AUTOSCALE_FORMAT, AUTOSCALE_COMMAND, autoscale_section),
+    _section("autoscale_live", AUTOSCALE_LIVE_FORMAT, AUTOSCALE_LIVE_COMMAND, autoscale_live_section),
     _section("scale", SCALE_FORMAT, SCALE_COMMAND, scale_section),
     _section("paper", PAPER_FORMAT, PAPER_COMMAND, paper_section),
     _section("links", LINKS_FORMAT, "`python -m benchmarks link`", links_section),
@@ -503,6 +509,13 @@ SECTIONS = (
     _section("predict", PREDICT_FORMAT, PREDICT_COMMAND, predict_section),
     _section("gpu", GPU_FORMAT, GPU_COMMAND, gpu_section, source="gpu_check"),
 )
+
+#: Of sections, by their names.
+PLOTS: Mapping[str, tuple[Path, Callable[[dict[str, Any]], str]]] = {
+    "of_autoscale": (AUTOSCALE_PLOT, autoscale_plot),
+    "of_autoscale_live": (AUTOSCALE_LIVE_PLOT, autoscale_live_plot),
+    "of_predict": (PREDICT_PLOT, predict_plot),
+}
 
 
 def with_law(text: str, of_law: dict[str, Any]) -> str:
@@ -542,8 +555,7 @@ def main() -> None:
         LAW_PLOT: law_plot(of_law),
         STUDIES_TARGET: studies_page(of_studies, STUDIES_SOURCE),
         **studies_plots(of_studies),
-        **({AUTOSCALE_PLOT: autoscale_plot(measured["of_autoscale"])} if measured["of_autoscale"] is not None else {}),
-        **({PREDICT_PLOT: predict_plot(measured["of_predict"])} if measured["of_predict"] is not None else {}),
+        **{path: plot(found) for name, (path, plot) in PLOTS.items() if (found := measured[name]) is not None},
     }
     for target, wanted in pages.items():
         path = ROOT / target

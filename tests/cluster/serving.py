@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,14 +19,12 @@ import httpx
 import psutil
 import pytest
 
+from benchmarks.autoscale.ray_hosts import MARK, marked
 from tandem.core.ports import free_port
 from tests.scenarios.client import events
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-MARK = "TANDEM_TEST_RUN"
-"""In the environment of everything that a test starts: finds processes whoever their parent is by now."""
-
 CACHE_BYTES = 64 << 20
 """KV pages of one worker."""
 
@@ -224,15 +222,6 @@ def raylet_of(node: Any) -> int:
     from ray._private import ray_constants
 
     return int(node.all_processes[ray_constants.PROCESS_TYPE_RAYLET][0].process.pid)
-
-
-def marked(mark: str) -> Iterator[psutil.Process]:
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                yield process
-        except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
-            continue
 
 
 class Stream:

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from serving import CACHE_BYTES, MARK, ROOT, marked
+from serving import CACHE_BYTES, ROOT
 
+from benchmarks.autoscale.ray_hosts import MARK, marked
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)

@@ -234,9 +234,9 @@ def _serve(plan: Plan, directory: Path, hosts: RayHosts, port: int) -> Command:
     tree["pools"] = {**tree["pools"], **{role: {"threads": 1} for role in plan.most}}
     config.write_text(json.dumps(tree))
     sizes = [option for role, num in plan.most.items() for option in (f"--{role}", f"1:{num}")]
-    line = (sys.executable, "-m", "tandem.cli", "serve", "--config", str(config), "--port", str(port))
-    line += ("--engine", "simulated", "--time-model", str(times), "--address", hosts.address, *sizes)
-    return Command("serve", line, port, hosts.env)
+    line = [sys.executable, "-m", "tandem.cli", "serve", "--config", str(config), "--port", str(port)]
+    line += ["--engine", "simulated", "--time-model", str(times), "--address", hosts.address, *sizes]
+    return Command("serve", tuple(line), port, hosts.env)
 
 
 async def _load(plan: Plan, port: int) -> list[RequestRecord]:
@@ -255,7 +255,7 @@ async def _watching(port: int, hosts: RayHosts, watched: Watched, began_s: float
     """Sizes are told by the supervisor at each change, nodes are looked at, which the event tells each time."""
     looked = asyncio.Event()
     with supervisor(find_cluster(Where(port=port))) as stub:
-        call = stub.WatchCluster(supervisor_pb2.WatchClusterRequest())
+        call: Any = stub.WatchCluster(supervisor_pb2.WatchClusterRequest())  # gRPC's types know no `cancel` of it
 
         def hear() -> None:
             try:

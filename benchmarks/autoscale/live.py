@@ -63,10 +63,10 @@ class Plan:
     nodes: of each type at most; empty: as many as `most`.
     """
 
-    phases: Sequence[tuple[float, float]] = ((0.7, 40.0), (4.0, 90.0), (0.7, 110.0))
+    phases: Sequence[tuple[float, float]] = ((0.7, 30.0), (4.0, 75.0), (0.7, 75.0))
     most: dict[str, int] = field(default_factory=lambda: {"prefill": 4, "decode": 3})
     nodes: dict[str, int] = field(default_factory=dict)
-    shrink_delay_s: float = 30.0
+    shrink_delay_s: float = 20.0
     seed: int = 1
 
     def arrivals(self) -> list[Arrival]:

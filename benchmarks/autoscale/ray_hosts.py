@@ -36,7 +36,9 @@ SETTINGS = {
     "RAY_OVERRIDE_NODE_ID_FOR_TESTING": HEAD_ID,
     "AUTOSCALER_UPDATE_INTERVAL_S": "1",
     "RAY_worker_niceness": "0",  # else all that others do on this host goes before the cluster
-    "RAY_raylet_start_wait_time_s": "240",  # of a head on a host that does much else
+    # Two types that are launched at once may give a node the other one's id: it never registers, and all wait for it.
+    "AUTOSCALER_MAX_CONCURRENT_LAUNCHES": "1",
+    "RAY_raylet_start_wait_time_s": "90",  # of a node on a host that does much else
     # A node whose Ray was killed shall be given up at once.
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "500",

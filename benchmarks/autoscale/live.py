@@ -127,8 +127,8 @@ class Watched:
                     self.decisions.append(decision)
         for worker in cluster["workers"]:
             name, load = worker["member"]["worker_id"], worker["load"]
-            if load is not None and load["num_steps"]:
-                self.num_steps[name] = load["num_steps"]
+            if load is not None and load["steps"]:
+                self.num_steps[name] = load["steps"]
 
     def is_back(self) -> bool:
         """Pools and nodes are as few as at first."""

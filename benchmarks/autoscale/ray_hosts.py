@@ -92,6 +92,9 @@ class RayHosts:
             run = subprocess.run(line, env=self.env, capture_output=True, text=True, timeout=_START_S, check=False)
             if run.returncode:
                 raise TandemError(f"Ray does not start: {run.stdout}{run.stderr}")
+        except subprocess.TimeoutExpired:
+            self._end()
+            raise TandemError(f"Ray has not started within {_START_S:g} s: the host does too much else") from None
         except BaseException:
             self._end()
             raise

@@ -23,7 +23,8 @@ def told(*, wanted: int, ready: int, unplaced: int = 0) -> supervisor_pb2.Cluste
                 role=common_pb2.ROLE_PREFILL,
                 state="ready" if number < ready else "starting",
                 pid=0 if number >= wanted - unplaced else 1,
-            )
+            ),
+            load=common_pb2.WorkerStatus(steps=7) if number < ready else None,
         )
         for number, name in enumerate(names)
     ]
@@ -40,6 +41,7 @@ def test_starts_take_from_when_a_worker_was_asked_for_until_it_served() -> None:
         watched.hear(told(wanted=wanted, ready=ready), at_s)
     assert watched.sizes["prefill"] == [(0, 1, 1), (10, 3, 1), (12, 4, 1), (30, 4, 2), (45, 4, 4), (90, 3, 3)]
     assert watched.starts_s() == [20, 35, 33]
+    assert watched.num_steps == {f"prefill-{number}": 7 for number in range(4)}
 
 
 def test_a_worker_that_was_given_up_before_it_served_is_no_start() -> None:

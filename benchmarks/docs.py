@@ -1,8 +1,8 @@
 """Generate `docs/benchmarks.md` from the measurements in `docs/figures/`: `peers.json`, `peers_bfloat16.json`,
 `conversations.json`, `parts.json`, `placement.json`, `autoscale.json`, `autoscale_live.json`, `scale.json`,
 `paper.json`, `links.json`, `kernels.json`, `accuracy.json`, `host.json`, `speculation.json`, `simulated.json`,
-`predict.json`, `gpu_check.json`, all of the folders `grid` and `goodput`, and plots of some; and of `law.json` a part of
-`docs/performance.md` and its plot, of `studies.json` `docs/studies.md` and its plots.
+`predict.json`, `gpu_check.json`, all of the folders `grid` and `goodput`, and plots of some; and of `law.json` a part
+of `docs/performance.md` and its plot, of `studies.json` `docs/studies.md` and its plots.
 
     python -m benchmarks.docs                           write it
     python -m benchmarks.docs --check                   fail when the committed one is stale

@@ -72,6 +72,7 @@ def statuses(output: Path) -> list[tuple[str, int]]:
 EXPECTED = [(f"r{n}", 200) for n in range(NUM - 1)] + [(f"r{NUM - 1}", 400)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["by batches", "directly", "without batches"])
 def test_a_file_is_answered_in_its_order(
     make_site: Callable[..., Site], tmp_path: Path, capsys: pytest.CaptureFixture[str], way: str
@@ -112,6 +113,7 @@ def test_answers_of_an_earlier_run_are_kept(make_site: Callable[..., Site], tmp_
     assert site.prefill.count("start") == NUM - 2
 
 
+@pytest.mark.long
 def test_a_batch_of_an_earlier_run_is_followed(make_site: Callable[..., Site], tmp_path: Path) -> None:
     site = make_site(**{"batches.directory": str(tmp_path / "batches")})
     client, file, output = site.openai(), written(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
@@ -123,6 +125,7 @@ def test_a_batch_of_an_earlier_run_is_followed(make_site: Callable[..., Site], t
     assert len(client.batches.list().data) == 1
 
 
+@pytest.mark.long
 def test_a_file_that_the_server_refused_is_sent_anew_when_it_has_been_corrected(
     make_site: Callable[..., Site], tmp_path: Path
 ) -> None:
@@ -162,6 +165,7 @@ class Busy(BaseHTTPRequestHandler):
         self.wfile.write(b"{}")
 
 
+@pytest.mark.long
 def test_what_a_server_refuses_for_now_is_tried_again(tmp_path: Path) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Busy) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -200,6 +204,7 @@ class Away(BaseHTTPRequestHandler):
         self.end_headers()
 
 
+@pytest.mark.long
 def test_a_batch_is_followed_beyond_an_answer_of_its_proxy_alone(tmp_path: Path) -> None:
     line = {"custom_id": "r0", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}
     (tmp_path / "in.jsonl").write_text(json.dumps(line))
@@ -292,6 +297,7 @@ def test_answers_that_cannot_be_written_are_told_before_anything_is_sent(
     assert not site.prefill.count("start")
 
 
+@pytest.mark.long
 def test_a_file_that_is_not_the_one_of_its_batch_is_told_apart(make_site: Callable[..., Site], tmp_path: Path) -> None:
     site = make_site(**{"batches.directory": str(tmp_path / "batches")})
     client, file, output = site.openai(), written(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"

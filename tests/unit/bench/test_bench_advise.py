@@ -216,6 +216,7 @@ def test_what_a_reader_must_know() -> None:
     assert "a heavier load" in next(notes((COLOCATED, SPLIT), runs, SLO))
 
 
+@pytest.mark.long
 def test_the_table_the_file_and_the_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     clusters, runs = (COLOCATED, SPLIT), advice_runs()

@@ -56,6 +56,7 @@ def test_a_probe_has_requests_enough_and_takes_time_enough_but_has_an_end() -> N
     assert [length.num(rate) for rate in (0.1, 1.0, 3.0, 3.01, 10.0, 60.0, 1e6)] == [60, 60, 60, 61, 200, 1200, 1200]
 
 
+@pytest.mark.long
 async def test_probes_are_as_long_as_their_rate_asks_for_and_share_lengths_and_no_prompt() -> None:
     peer = Peer(well_behaved)
     entries = [*fixed_lengths(4, 8, 2), *fixed_lengths(8, 16, 2)]
@@ -94,6 +95,7 @@ async def test_no_probe_begins_when_the_time_is_up() -> None:
     assert search.as_json()["failed_from_per_s"] is None
 
 
+@pytest.mark.long
 async def test_a_rate_so_low_that_its_requests_take_too_long_to_come_is_not_tried() -> None:
     async with serving(Peer(well_behaved)) as url:
         session = Session(Target(url), Workload(fixed_lengths(40, 8, 2), range(128, 256), num_warm_up=0))

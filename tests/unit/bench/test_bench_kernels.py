@@ -305,6 +305,7 @@ def test_a_small_run_gives_finite_figures(tmp_path: Path, capfd: pytest.CaptureF
     assert len(again["weight_types"]["runs"]) == len(weights)
 
 
+@pytest.mark.long
 def test_each_type_of_weights_is_counted_in_its_bytes() -> None:
     runs = measure_weights(1, replace(TINY_WEIGHTS, rows=(1,)), str)
     bytes_of = {run.weights: run.work.num_bytes - 4 * 130 for run in runs}

@@ -104,6 +104,7 @@ async def test_every_end_of_an_answer_is_told_apart(sent: bytes, status: int, is
     assert outcome.retry_after_s == (7 if status == 429 else None)
 
 
+@pytest.mark.long
 async def test_an_answer_that_never_comes_is_broken_off() -> None:
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()

@@ -19,6 +19,7 @@ TRACE = """TIMESTAMP,ContextTokens,GeneratedTokens
 """
 
 
+@pytest.mark.long
 def test_a_decision_costs_as_much_among_a_thousand_workers_as_among_a_few() -> None:
     """Each call of a function counts: a walk over all workers adds some for each of them."""
     few, many = decisions(26, 38), decisions(410, 614)
@@ -26,6 +27,7 @@ def test_a_decision_costs_as_much_among_a_thousand_workers_as_among_a_few() -> N
     assert many["put"]["calls"] < 1.1 * few["put"]["calls"]
 
 
+@pytest.mark.long
 def test_what_a_simulation_took_is_told(tmp_path: Path) -> None:
     found = simulated(scenario_of(10, 2.0), tmp_path)
     assert found["workers"] == {"prefill": 4, "decode": 6}

@@ -217,6 +217,7 @@ def test_a_missing_role_change_is_found() -> None:
     assert compare(wanted, Outcome([times], [change])).is_within
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     ["a-base-h100x2", "a-hhcap-1p1t", "e-code35-hh-8p5t", "e-conv45-hh-8p5t", "a-base-a100x2", "e-code45-hh-8p5t"],

@@ -112,6 +112,7 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Script
     server.stop(None)
 
 
+@pytest.mark.long
 def test_scale_says_what_it_waits_for_and_what_to_do(scripted: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
     scripted.num_watches = 2
     assert cli.main(["scale", "--decode", "2", "--port", "8000"]) == 0
@@ -122,6 +123,7 @@ def test_scale_says_what_it_waits_for_and_what_to_do(scripted: Scripted, capsys:
     assert said.endswith("Done: prefill 1/1 ready, decode 2/2 ready\n")
 
 
+@pytest.mark.long
 def test_scale_that_gives_up_waiting_leaves_the_cluster_alone(
     scripted: Scripted, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,6 +135,7 @@ def test_scale_that_gives_up_waiting_leaves_the_cluster_alone(
     assert "tandem stop" not in error
 
 
+@pytest.mark.long
 def test_a_range_is_asked_for_and_its_way_back_is_a_range_too(
     scripted: Scripted, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,6 +163,7 @@ def test_status_says_why_where_it_is_asked_to(scripted: Scripted, capsys: pytest
     assert "decode: 2, fixed; `tandem scale --decode MIN:MAX`" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_pool_of_which_nobody_has_a_node_cannot_be_taken_back(
     scripted: Scripted, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,6 +174,7 @@ def test_a_pool_of_which_nobody_has_a_node_cannot_be_taken_back(
     assert "take it back" not in said
 
 
+@pytest.mark.long
 def test_no_node_is_asked_for_where_a_worker_only_loads(
     scripted: Scripted, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,6 +185,7 @@ def test_no_node_is_asked_for_where_a_worker_only_loads(
     assert "decode-0 loads the model" in captured.err
 
 
+@pytest.mark.long
 def test_a_drain_that_takes_too_long_says_what_is_left(scripted: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
     leaving = worker("decode-0", "ready", "drains when decode-1 is ready", leaving=True)
     scripted.told = cluster(worker("prefill-0", "ready"), leaving)
@@ -210,6 +216,7 @@ def test_status_shows_every_router(scripted: Scripted, capsys: pytest.CaptureFix
     assert (told["wanted_routers"], told["router"]["num_under_way"]) == (2, 3)
 
 
+@pytest.mark.long
 def test_scale_of_routers_says_who_is_late(scripted: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
     scripted.told = cluster(*PAIR, routers=TWO_ROUTERS, wanted_routers=2)
     assert cli.main(["scale", "--routers", "2"]) == 1

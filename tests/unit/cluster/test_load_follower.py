@@ -79,6 +79,7 @@ async def until_wanted(supervisor: Supervisor, is_right: Callable[[int], bool]) 
             return
 
 
+@pytest.mark.long
 async def test_a_pool_grows_with_its_load_and_tells_why(world: World, caplog: pytest.LogCaptureFixture) -> None:
     async with running(world) as (supervisor, _):
         await supervisor.scale({Role.PREFILL: 1}, {Role.PREFILL: 3})
@@ -99,6 +100,7 @@ async def test_a_pool_grows_with_its_load_and_tells_why(world: World, caplog: py
         assert sizes.num_grown >= 1
 
 
+@pytest.mark.long
 async def test_an_ordered_size_stays_whatever_the_load(world: World) -> None:
     async with running(world) as (supervisor, _):
         await supervisor.scale({Role.PREFILL: 1}, {Role.PREFILL: 8})
@@ -114,6 +116,7 @@ async def test_an_ordered_size_stays_whatever_the_load(world: World) -> None:
         assert not supervisor.follower.pools
 
 
+@pytest.mark.long
 async def test_what_the_host_has_no_room_for_is_said_and_the_rest_is_had(world: World) -> None:
     full = 3
 
@@ -138,6 +141,7 @@ async def test_what_the_host_has_no_room_for_is_said_and_the_rest_is_had(world: 
         assert supervisor.cluster.sizes.told[0].num_refused == 1
 
 
+@pytest.mark.long
 async def test_a_worker_that_one_pool_spares_goes_to_the_other_and_it_is_told_why(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -102,6 +102,7 @@ def test_half_a_line_at_the_end_waits_for_its_rest(directory: Path) -> None:
     assert files.more(0.0) == {"decode-0": "half of a line\n"}
 
 
+@pytest.mark.long
 def test_a_process_that_starts_later_is_read_from_its_beginning(directory: Path) -> None:
     files = LogFiles(directory)
     files.tail(0)

@@ -39,6 +39,7 @@ async def test_a_worker_goes_to_a_node_that_answers(world: World) -> None:
         assert world.knocked.index("d1") < world.knocked.index("d2")
 
 
+@pytest.mark.long
 async def test_the_successor_of_a_worker_that_is_cut_off_with_its_node_goes_to_another_and_waits_for_no_proof(
     world: World,
 ) -> None:
@@ -59,6 +60,7 @@ async def test_the_successor_of_a_worker_that_is_cut_off_with_its_node_goes_to_a
         first.prove()
 
 
+@pytest.mark.long
 async def test_a_worker_that_is_stopped_on_a_node_that_answers_is_started_there_again(world: World) -> None:
     world.listed = [PREFILL, FIRST]
     async with supervising(world, policy=IMPATIENT) as supervisor:
@@ -117,6 +119,7 @@ async def test_what_waits_for_a_node_starts_on_the_one_that_answers_again(world:
         assert supervisor.cluster.workers["decode-0"].failures == 0
 
 
+@pytest.mark.long
 async def test_nodes_are_knocked_at_while_a_machine_does_not_say_which_one_it_is(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -185,6 +185,7 @@ class TwoPools:
         return self._laws[role].decide(told, PoolSize(self.num[role], ready), self.now_s)
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=30)
 @given(
     before=st.tuples(st.floats(0.1, 2.8), st.floats(0.1, 2.8)),

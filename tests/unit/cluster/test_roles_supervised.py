@@ -66,6 +66,7 @@ async def test_one_that_cannot_change_ends_and_another_is_started(world: World) 
         assert world.workers[-1].name == "decode-1"
 
 
+@pytest.mark.long
 async def test_one_that_does_not_stop_is_killed_and_another_is_started(world: World) -> None:
     async with supervising(world, 2, 1) as supervisor:
         leaving, heir = await scaled(world, supervisor, can_change=True)

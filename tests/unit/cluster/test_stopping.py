@@ -184,6 +184,7 @@ async def test_a_supervisor_whose_address_is_not_known_yet_is_stopped_too(
     assert not serving.left_running
 
 
+@pytest.mark.long
 async def test_a_supervisor_that_fails_every_call_is_not_asked_without_a_pause(
     dead_and_alive: Any, reporter: Reporter
 ) -> None:

@@ -149,6 +149,7 @@ async def test_a_worker_that_cannot_even_be_asked_for_is_tried_again_and_the_oth
         await until_change(supervisor, lambda: supervisor.cluster.settled)
 
 
+@pytest.mark.long
 async def test_a_worker_that_answers_no_heartbeat_is_killed(world: World) -> None:
     async with supervising(world, policy=IMPATIENT) as supervisor:
         await until_change(supervisor, lambda: supervisor.cluster.settled)
@@ -173,6 +174,7 @@ async def test_a_removed_worker_goes_only_when_it_has_drained(world: World) -> N
         assert world.remembered.wanted[Role.DECODE] == 1
 
 
+@pytest.mark.long
 async def test_drain_and_stop_outlive_their_connection(world: World) -> None:
     async with supervising(world, 1, 2) as supervisor:
         await until_change(supervisor, lambda: supervisor.cluster.settled)
@@ -198,6 +200,7 @@ async def test_a_worker_that_cannot_drain_is_killed(world: World) -> None:
         assert leaving.num_drains == 1
 
 
+@pytest.mark.long
 async def test_a_worker_that_ignores_stop_is_killed(world: World) -> None:
     async with supervising(world, 2, 1) as supervisor:
         await until_change(supervisor, lambda: supervisor.cluster.settled)
@@ -258,6 +261,7 @@ async def test_what_does_not_fit_is_refused_and_changes_nothing(world: World) ->
         assert world.remembered.wanted[Role.DECODE] == 1
 
 
+@pytest.mark.long
 async def test_watchers_hear_of_errors_of_requests_once_a_second_at_most(world: World) -> None:
     async with supervising(world) as supervisor:
         await until_change(supervisor, lambda: supervisor.cluster.settled)
@@ -278,6 +282,7 @@ async def test_watchers_hear_of_errors_of_requests_once_a_second_at_most(world: 
         assert second_at - first_at >= ERRORS_INTERVAL_S
 
 
+@pytest.mark.long
 async def test_a_writer_that_the_router_suspects_is_killed_once(world: World) -> None:
     async with supervising(world) as supervisor:
         await until_change(supervisor, lambda: supervisor.cluster.settled)
@@ -360,6 +365,7 @@ async def test_a_supervisor_that_is_cancelled_leaves_its_workers_alone(world: Wo
     assert not any(worker.was_killed for worker in world.workers)
 
 
+@pytest.mark.long
 async def test_a_worker_whose_end_is_proved_is_replaced_though_ray_says_nothing(world: World) -> None:
     """Without its control store Ray does not tell of deaths."""
     async with supervising(world) as supervisor:
@@ -380,6 +386,7 @@ async def test_a_shutdown_does_not_wait_for_a_process_that_ray_never_started(wor
         world.takes_orders.set()
 
 
+@pytest.mark.long
 async def test_all_others_are_told_of_a_proven_end_until_they_take_it(world: World) -> None:
     async with supervising(world, 1, 2) as supervisor:
         await until_change(supervisor, lambda: supervisor.cluster.settled)
@@ -409,6 +416,7 @@ async def test_nobody_is_told_of_an_end_that_is_not_proved(world: World) -> None
         assert world.notes == [(proved,)]
 
 
+@pytest.mark.long
 async def test_a_silent_router_is_killed_and_started_again(world: World) -> None:
     async with supervising(world, policy=IMPATIENT) as supervisor:
         await until_change(supervisor, lambda: supervisor.cluster.settled)
@@ -420,6 +428,7 @@ async def test_a_silent_router_is_killed_and_started_again(world: World) -> None
         await asyncio.wait_for(world.told.wait(), LONG_S)
 
 
+@pytest.mark.long
 async def test_processes_that_answer_are_left_alone(world: World) -> None:
     async with supervising(world, policy=IMPATIENT) as supervisor:
         await until_change(supervisor, lambda: supervisor.cluster.settled)
@@ -513,6 +522,7 @@ async def test_a_later_supervisor_tells_of_what_ended_meanwhile_and_goes_on_with
         assert set(supervisor.cluster.workers) == {"prefill-0", "decode-1"}
 
 
+@pytest.mark.long
 async def test_a_host_that_stood_still_kills_nobody_when_it_goes_on(world: World) -> None:
     async with supervising(world, 2, 2, policy=IMPATIENT) as supervisor:
         await until_change(supervisor, lambda: supervisor.cluster.settled)

@@ -100,6 +100,7 @@ async def test_a_supervisor_that_is_not_silent_is_left_alone(face: tuple[Face, s
         await process.wait()
 
 
+@pytest.mark.long
 async def test_a_control_store_is_lost_after_several_looks_and_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor_watchdog, "RAY_PROBE_S", 0.05)
     said: asyncio.Queue[bool] = asyncio.Queue()

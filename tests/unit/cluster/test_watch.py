@@ -113,6 +113,7 @@ class Breaking(BaseHTTPRequestHandler):
         self.wfile.write(b"<html>")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -44,6 +44,7 @@ def test_what_is_no_wheel_is_refused(content: bytes) -> None:
         read_wheel(content)
 
 
+@pytest.mark.long
 @FEW
 @given(st.data())
 def test_no_damage_is_anything_but_refused(data: st.DataObject) -> None:

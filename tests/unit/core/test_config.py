@@ -315,6 +315,7 @@ def test_the_place_where_it_is_not_yaml_is_told_in_one_line(tmp_path: Path, data
     assert "\n" not in caught.value.message
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("text", ["model:\n  path: 2024-13-45\n", "cache: !!int ''\n", "[" * 5000])
 def test_a_file_with_a_value_that_cannot_be_read_is_not_yaml(tmp_path: Path, text: str) -> None:
     path = tmp_path / "broken.yaml"

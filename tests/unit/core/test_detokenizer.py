@@ -101,6 +101,7 @@ def test_no_piece_holds_a_replacement_for_a_character_that_is_completed(ids: lis
     assert "".join(pieces(LEVEL, [], ids)).count(REPLACEMENT) == raw.decode("utf-8", "replace").count(REPLACEMENT)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("directory", [TINY, STORIES], ids=["tiny", "stories260K"])
 @given(st.text(max_size=60))
 def test_real_tokenizers(directory: Path, text: str) -> None:

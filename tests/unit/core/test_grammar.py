@@ -88,6 +88,7 @@ def wrong(case: Case, grammar: CompiledGrammar) -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_of_200_schemas_180_are_taken_and_none_of_their_instances_is_judged_wrongly() -> None:
     found, refused, mistakes, num_valid, num_invalid = cases(), [], [], 0, 0
     for case in found:
@@ -251,6 +252,7 @@ def follow_at_random(asked: AskedGrammar, num_tokens: int) -> None:
         matcher.take([rng.choice([i for i in range(tokenizer().vocab_size) if i != EOS and is_in(mask, i)])])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_grammar_is_refused_in_bounded_time(name: str) -> None:
     """At once, or when an output that it asks for becomes too complex. Most take milliseconds; the bound has slack."""

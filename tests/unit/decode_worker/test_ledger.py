@@ -525,6 +525,7 @@ def served_in_order(queue: Queue, sizes: Sizes, ends: Ends, check: Callable[[], 
     return order
 
 
+@pytest.mark.long
 @settings(max_examples=200, deadline=None)
 @given(sizes=SIZES, ends=ENDS)
 def test_everybody_gets_pages_within_the_bounds(sizes: Sizes, ends: Ends) -> None:
@@ -544,6 +545,7 @@ def test_everybody_gets_pages_within_the_bounds(sizes: Sizes, ends: Ends) -> Non
         assert passed <= sum(size for size, _, _ in sizes[: number + 1]), "at each head before it, and at itself"
 
 
+@pytest.mark.long
 @settings(max_examples=200, deadline=None)
 @given(sizes=SIZES, ends=ENDS)
 def test_what_the_last_try_found_changes_nothing(sizes: Sizes, ends: Ends) -> None:

@@ -89,6 +89,7 @@ def test_what_is_not_finite_stays_so() -> None:
         assert decode(encode(head, "int8"), "int8").isnan().all()
 
 
+@pytest.mark.long
 @DTYPES
 def test_logits_are_the_same_bits_however_the_work_is_cut(model_dir: Path, dtype: str) -> None:
     """So the tokens of a chunk see each other as a later chunk sees them: as the pages have them."""

@@ -43,6 +43,7 @@ class Cut:
         return total, sums[: VOCAB // kernel._BLOCK].tolist()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spread", [0.01, 1.0, 5.0, 20.0])
 @pytest.mark.parametrize("top_k", [1, 20, 1000])
 def test_of_top_k_hardly_more_are_gathered_than_stay(spread: float, top_k: int) -> None:
@@ -50,6 +51,7 @@ def test_of_top_k_hardly_more_are_gathered_than_stay(spread: float, top_k: int) 
     assert top_k <= num <= 1.25 * top_k
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("spread", "top_p"), [(3.0, 0.5), (3.0, 0.8), (5.0, 0.5), (5.0, 0.95), (8.0, 0.8), (8.0, 0.99)]
 )
@@ -67,6 +69,7 @@ def test_where_top_p_leaves_a_good_part_of_the_whole_none_are_gathered_first(spr
     assert cut.gather(0.95 * cut.total, by_weight=True) == -1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("wanted", "by_weight"), [(20.0, False), (0.95, True)])
 def test_neighbours_that_are_all_too_light_are_not_looked_at_again(wanted: float, by_weight: bool) -> None:
     cut = Cut(weights_of(5.0))

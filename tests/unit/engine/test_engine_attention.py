@@ -68,6 +68,7 @@ def sinks_of(heads: int) -> torch.Tensor:
     return sinks
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ATTEND)
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

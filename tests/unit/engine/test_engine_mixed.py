@@ -62,6 +62,7 @@ class Text:
         return SequenceInput(tokens, start, self.pages, num_logits, self.windowed)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kernels", "chunk"), [("auto", 7), ("auto", 50), ("torch", 50)])
 def test_logits_are_those_of_all_pages_kept(model_dir: Path, kernels: str, chunk: int) -> None:
     assert_same_logits(model_dir, kernels, chunk)
@@ -75,6 +76,7 @@ OTHERS: dict[str, dict[str, object]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arch", OTHERS)
 def test_logits_of_other_architectures_are_those_of_all_pages_kept(arch: str, tmp_path: Path) -> None:
     sizes = {

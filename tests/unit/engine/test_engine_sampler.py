@@ -348,6 +348,7 @@ def test_the_ends_of_the_interval_are_tokens_that_may_be(number: float) -> None:
 values = st.lists(st.one_of(st.floats(-8, 8, width=32), st.integers(-3, 3).map(float)), min_size=1, max_size=60)
 
 
+@pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(values, st.floats(0.01, 1.0), st.integers(0, 70), st.floats(0.0, 1.0), st.floats(0, 1, exclude_max=True))
 def test_what_is_drawn_is_what_full_sorts_give(
@@ -363,6 +364,7 @@ def test_what_is_drawn_is_what_full_sorts_give(
         assert draw(array, params, number) in near(array, params, number)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("vocab", "spread"),
     [

@@ -57,6 +57,7 @@ def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Mixture(request.param, tmp_path_factory.mktemp("mixture") / request.param)
 
 
+@pytest.mark.long
 def test_mixtures_match_generate_however_the_work_is_cut(mixture: Mixture) -> None:
     expected = helpers.eager_greedy(mixture.directory, mixture.prompts, NUM_NEW)
     assert all(len(set(continuation.token_ids)) > NUM_NEW // 2 for continuation in expected)

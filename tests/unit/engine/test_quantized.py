@@ -53,6 +53,7 @@ EXACT = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", KINDS)
 def test_logits_are_those_of_plain_weights(name: str, tmp_path: Path) -> None:
     plain = helpers.save_model("llama", tmp_path / "plain")
@@ -90,6 +91,7 @@ def test_heads_and_what_else_is_plain_stay_as_they_are(quantized: Path) -> None:
     assert not [module for module in engine._model.modules() if isinstance(module, StoredLinear)]
 
 
+@pytest.mark.long
 def test_workers_tell_it_from_the_same_numbers_that_mean_others(tmp_path: Path) -> None:
     """Of version 2 the same tensors are other weights, and pages of the one are none of the other."""
     plain, quantized = helpers.save_model("llama", tmp_path / "plain"), tmp_path / "quantized"

@@ -74,6 +74,7 @@ def test_the_second_uses_what_the_first_has_made(register: Path) -> None:
     assert made.memory.data_ptr() % (2 << 20) == 0
 
 
+@pytest.mark.long
 def test_each_leaves_its_old_place_before_the_next_one_moves(register: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is memory for one copy, and not for two."""
     model = Model(*(torch.full((1000,), float(number)) for number in range(5)))

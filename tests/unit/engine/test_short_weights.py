@@ -97,6 +97,7 @@ def test_all_large_tensors_stay_short(tie: bool, tmp_path: Path) -> None:
     assert "decoder" in engine.fused
 
 
+@pytest.mark.long
 def test_no_float32_copy_of_the_model_is_made_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most one part at a time is in memory as float32: when it is tried."""
     model_dir = save(tmp_path, "llama", "bfloat16", layers=6, hidden=128, intermediate=256)
@@ -226,6 +227,7 @@ def test_arithmetic_in_float16_is_torchs(tmp_path: Path) -> None:
 by_two = pytest.mark.skipif(not has_bfloat16_products(), reason="this CPU does not multiply bfloat16")
 
 
+@pytest.mark.long
 @by_two
 @pytest.mark.parametrize("arch", helpers.ARCHITECTURES)
 def test_products_of_bfloat16_are_near_and_the_same_bits_however_the_work_is_cut(arch: str, tmp_path: Path) -> None:
@@ -240,6 +242,7 @@ def test_products_of_bfloat16_are_near_and_the_same_bits_however_the_work_is_cut
     assert float(torch.corrcoef(torch.stack([ours.flatten(), theirs.flatten()]))[0, 1]) > 0.99
 
 
+@pytest.mark.long
 def test_a_first_batch_of_any_size_is_computed_as_converted(tmp_path: Path) -> None:
     """Trials of parts leave plans behind that name the weights as they were."""
     model_dir = save(tmp_path, "llama", "bfloat16")
@@ -279,6 +282,7 @@ def save_rounded(model_dir: Path, bits: int, target: Path) -> Path:
     return target
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arch", "quantize"),
     [

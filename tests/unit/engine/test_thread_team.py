@@ -102,6 +102,7 @@ def test_few_items_are_not_shared() -> None:
     waiting.join()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_threads", [2, 3])
 def test_followers_come_awake_and_asleep(num_threads: int) -> None:
     for _ in range(20):
@@ -112,6 +113,7 @@ def test_followers_come_awake_and_asleep(num_threads: int) -> None:
         time.sleep(0.005)  # long enough to fall asleep; how long is what is tried here
 
 
+@pytest.mark.long
 def test_a_late_follower_never_touches_the_next_kernel() -> None:
     """More threads than cores, so that they are late all the time, and arguments that change with each kernel."""
     generator = random.Random(0)
@@ -151,6 +153,7 @@ def test_two_leaders_at_once_are_both_served() -> None:
         assert counts.tolist() == [5_000] * 32
 
 
+@pytest.mark.long
 def test_followers_sleep_when_nothing_is_to_be_done() -> None:
     begun = np.zeros(1, dtype=np.int64)
     meet(2, 2, begun.ctypes.data, 2)

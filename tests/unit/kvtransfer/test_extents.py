@@ -62,6 +62,7 @@ PAIRS = st.integers(0, 5).flatmap(
 )
 
 
+@pytest.mark.long
 @given(PAIRS)
 def test_merged_descriptors_move_exactly_the_extents_and_cannot_be_merged_further(
     pairs: list[tuple[int, int]],

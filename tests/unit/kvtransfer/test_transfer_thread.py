@@ -150,6 +150,7 @@ def test_commands_run_in_the_thread_and_give_back_what_they_did(pair: tuple[Work
         here.thread.submit(lambda t: t.post_write(PeerId("nobody"), ONE)).result(5)
 
 
+@pytest.mark.long
 def test_idle_it_sleeps_and_outstanding_it_polls(pair: tuple[Worker, Worker, PeerId]) -> None:
     here, _, peer = pair
     here.thread.write(peer, ONE, b"a")
@@ -163,6 +164,7 @@ def test_idle_it_sleeps_and_outstanding_it_polls(pair: tuple[Worker, Worker, Pee
     assert _polls_per_s(here) < 10_000
 
 
+@pytest.mark.long
 def test_what_comes_soon_is_looked_for_often_and_what_takes_long_seldom(pair: tuple[Worker, Worker, PeerId]) -> None:
     pauses = [_pause_s(quiet_s) for quiet_s in (0.0, 1e-4, 2e-3, 8e-3, 0.5, 1.5)]
     assert pauses == [50e-6, 50e-6, 250e-6, 1e-3, 5e-3, 5e-3]

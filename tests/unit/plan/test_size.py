@@ -277,6 +277,7 @@ def test_types_that_keep_other_pages_are_no_pair(tmp_path: Path) -> None:
         found("gemma-2-9b", {**types, "h200": {"card": "h200", "roles": "prefill"}})
 
 
+@pytest.mark.long
 def test_a_plan_of_a_mixed_model_is_simulated_as_its_workers_keep_pages(tmp_path: Path) -> None:
     load = {"requests": 3, "input_median": 3000, "output_median": 20}
     types = {"epyc": {"card": "epyc-9654", "overhead_ms": 0.5}}

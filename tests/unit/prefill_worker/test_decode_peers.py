@@ -145,6 +145,7 @@ async def test_a_call_that_is_cancelled_is_cancelled(site: Site) -> None:
     assert call.cancelled()
 
 
+@pytest.mark.long
 async def test_a_confirmation_ends_when_nobody_is_left_to_hear_it(site: Site) -> None:
     """A drain waits for it."""
     peers = site.make()

@@ -25,6 +25,7 @@ def check_nobody_is_blamed(world: SlowWorld) -> None:
     assert not world.replaced
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bytes_per_s", RATES)
 def test_a_handoff_of_4_gib_ends_well_and_the_link_is_full_all_the_time(bytes_per_s: float) -> None:
     world = over(bytes_per_s)

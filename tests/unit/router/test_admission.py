@@ -402,6 +402,7 @@ def test_beyond_the_bound_a_burst_is_refused_and_the_next_one_is_taken_when_it_h
     assert cluster.num_refused == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("num_places", "decode_s"), [(1000, 0.1), (8, 0.2)], ids=["prefill is the narrow part", "decode is"]
 )
@@ -545,6 +546,7 @@ def test_draining_holds_for_every_tenant() -> None:
         admission.enter(owner="calm")
 
 
+@pytest.mark.long
 def test_in_a_lasting_overload_a_tenant_below_its_share_is_not_refused() -> None:
     """The flood of another is; and the queue stays as short as it is without tenants."""
     served = {"flood": 0, "calm": 0}

@@ -81,6 +81,7 @@ async def test_no_more_than_two_large_bodies_are_worked_on_at_once() -> None:
         may_end.set()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("prompt", ["x" * 9000, ["x" * 90] * 100], ids=["one text", "many short ones"])
 def test_others_are_served_while_a_large_body_is_tokenised(
     make_site: MakeSite, monkeypatch: pytest.MonkeyPatch, prompt: Any

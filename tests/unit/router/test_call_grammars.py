@@ -117,6 +117,7 @@ def check(calls: list[Piece], names: set[str]) -> None:
         jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_that_has_to_call_writes_valid_calls_and_nothing_else(models: dict[str, Model], name: str) -> None:
     model = models[name]

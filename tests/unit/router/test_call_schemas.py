@@ -169,6 +169,7 @@ ANY = st.recursive(LEAVES, lambda inner: objects(inner) | arrays(inner), max_lea
 TOOLS = objects(ANY).map(lambda drawn: ({**drawn[0], "$defs": {"tree": TREE}}, drawn[1]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FORMS)
 @settings(max_examples=15, deadline=None, phases=[Phase.generate])
 @given(drawn=TOOLS, seed=st.integers(0, 999))

@@ -249,6 +249,7 @@ def test_a_key_shows_nowhere(
     assert not [text for text in shown if FIRST in text]
 
 
+@pytest.mark.long
 def test_keys_are_exchanged_in_a_running_router(locked: Site) -> None:
     file = Path(locked.server._config.http.api_keys_file)
     partial = file.with_name("keys.new")

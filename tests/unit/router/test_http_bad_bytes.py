@@ -145,6 +145,7 @@ FIELDS = (
 )  # fmt: skip
 
 
+@pytest.mark.long
 @bounded
 @given(fields=st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=4), path=st.sampled_from(PATHS))
 def test_any_json_in_any_field(site: Site, fields: dict[str, Any], path: str) -> None:
@@ -191,6 +192,7 @@ def test_what_is_hardly_http(site: Site, sent: bytes) -> None:
     check(exchange(site, sent))
 
 
+@pytest.mark.long
 @bounded
 @given(cuts=st.lists(st.integers(0, 400), max_size=3), noise=st.binary(max_size=4), path=st.sampled_from(PATHS))
 def test_a_good_request_with_bytes_put_in_or_cut_off(site: Site, cuts: list[int], noise: bytes, path: str) -> None:
@@ -200,6 +202,7 @@ def test_a_good_request_with_bytes_put_in_or_cut_off(site: Site, cuts: list[int]
     check(exchange(site, sent))
 
 
+@pytest.mark.long
 @bounded
 @given(sizes=st.lists(st.integers(1, 20), max_size=10))
 def test_a_body_in_chunks_of_any_size_is_one_body(site: Site, sizes: list[int]) -> None:

@@ -103,6 +103,7 @@ def test_without_a_directory_the_answer_says_how_to_have_one(site: Site) -> None
     assert (answer.status_code, "batches.directory" in answer.text) == (404, True)
 
 
+@pytest.mark.long
 def test_when_the_leading_router_ends_another_goes_on_with_what_is_left(make_site: MakeSite, tmp_path: Path) -> None:
     first, second = (make_site({"batches.directory": str(tmp_path)}) for _ in range(2))
     for site in (first, second):

@@ -80,6 +80,7 @@ def trickle(client: socket.socket, piece: bytes, pace_s: float | None) -> None:
 # -- time
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pace_s", [None, 0.05], ids=["silent", "trickling"])
 def test_a_head_that_does_not_end_is_answered_408(make_site: MakeSite, pace_s: float | None) -> None:
     site = make_site({"limits.header_timeout_s": 0.4}, with_workers=False)
@@ -99,6 +100,7 @@ def test_a_connection_that_says_nothing_is_closed_without_a_word(make_site: Make
         assert all_of(client) == b""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pace_s", [None, 0.05], ids=["silent", "trickling"])
 def test_a_body_that_does_not_end_is_answered_408(make_site: MakeSite, pace_s: float | None) -> None:
     site = make_site({"limits.body_timeout_s": 0.4})
@@ -114,6 +116,7 @@ def test_a_body_that_does_not_end_is_answered_408(make_site: MakeSite, pace_s: f
     assert site.post(prompt="x", max_tokens=1).status_code == 200
 
 
+@pytest.mark.long
 def test_a_body_in_chunks_is_bounded_in_time_too(make_site: MakeSite) -> None:
     site = make_site({"limits.body_timeout_s": 0.3}, with_workers=False)
     with connect(site) as client:
@@ -137,6 +140,7 @@ def test_the_time_runs_anew_for_each_request_of_a_connection(make_site: MakeSite
         assert refusal(all_of(client))[0] == 408
 
 
+@pytest.mark.long
 def test_a_long_answer_is_no_slow_request(make_site: MakeSite) -> None:
     site = make_site({"limits.header_timeout_s": 0.2, "limits.body_timeout_s": 0.2})
     site.decode.token_gap_s = 0.1
@@ -215,6 +219,7 @@ def test_pipelined_requests_are_answered_in_order(make_site: MakeSite) -> None:
     assert [answer[2]["usage"]["completion_tokens"] for answer in answers] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.long
 def test_a_flood_of_pipelined_requests_waits_in_the_clients_buffers(make_site: MakeSite) -> None:
     site = make_site()
     site.decode.held_back.clear()
@@ -251,6 +256,7 @@ async def _answer(scope: Scope, receive: Receive, send: Send, body: bytes = b"{}
     await send({"type": "http.response.body", "body": body})
 
 
+@pytest.mark.long
 async def test_requests_that_come_together_have_come_at_the_same_time() -> None:
     """Each waits until those before it are served: that is part of its time."""
     arrived_s, served_s = [], []
@@ -276,6 +282,7 @@ async def test_requests_that_come_together_have_come_at_the_same_time() -> None:
             writer.close()
 
 
+@pytest.mark.long
 async def test_what_comes_while_the_loop_is_busy_has_come_then() -> None:
     arrived_s = []
 
@@ -315,6 +322,7 @@ async def test_a_head_that_comes_with_the_end_of_the_body_before_it_has_come_the
         writer.close()
 
 
+@pytest.mark.long
 async def test_an_idle_connection_is_closed() -> None:
     async with serving(_answer, keep_alive_s=0.3) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -328,6 +336,7 @@ async def test_an_idle_connection_is_closed() -> None:
         writer.close()
 
 
+@pytest.mark.long
 async def test_a_client_that_reads_nothing_of_its_answer_is_cut_off() -> None:
     ended = asyncio.Event()
 

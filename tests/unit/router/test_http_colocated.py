@@ -118,6 +118,7 @@ def test_one_that_dies_while_it_generates_costs_no_token(colocated: Site) -> Non
     assert [(j.choice, list(j.token_ids)) for j in other.wait_for("reserve").journal] == [(0, [97, 98])]
 
 
+@pytest.mark.long
 def test_without_another_worker_it_ends_with_a_typed_error(make_site: MakeSite) -> None:
     site = colocate(make_site({"limits.wait_for_worker_s": 0.5}, with_workers=False))
     site.decode.held_back.clear()

@@ -62,6 +62,7 @@ CASES_AND_FAULTS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("case", "fault"), CASES_AND_FAULTS)
 def test_the_text_goes_on_where_it_was(make_site: Callable[..., Site], case: str, fault: str) -> None:
     site = make_site({"transport.lease_s": 10.0})

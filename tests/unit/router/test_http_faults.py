@@ -114,6 +114,7 @@ def test_a_deadline_cancels_at_both_workers(site: Site) -> None:
     assert site.metrics()['tandem_requests_total{outcome="deadline"}'] == 1
 
 
+@pytest.mark.long
 def test_a_deadline_in_mid_stream_is_an_error_frame_without_done(site: Site) -> None:
     site.decode.held_back.clear()
     answer = site.post(prompt="x", max_tokens=5, timeout=0.2, stream=True)
@@ -139,6 +140,7 @@ def has_socket(port: int, peer_port: int) -> bool:
     return False
 
 
+@pytest.mark.long
 def test_a_client_that_reads_too_slowly_is_cancelled(make_site: MakeSite, checkpoint: Any) -> None:
     site = make_site({"limits.stream_buffer_tokens": 50})
     for worker in (site.prefill, site.decode):
@@ -191,6 +193,7 @@ def test_the_grant_goes_to_prefill_and_decode_learns_of_the_writer(site: Site) -
     assert site.prefill.wait_for("start").decode == site.decode.info
 
 
+@pytest.mark.long
 def test_counters_never_go_back_when_a_worker_starts_anew(site: Site) -> None:
     def report(worker: ScriptedDecode, tokens: int) -> None:
         worker.status = type(worker.status)(decode_tokens=tokens)
@@ -217,6 +220,7 @@ def test_a_stream_that_breaks_is_opened_again(site: Site) -> None:
     again.kill()
 
 
+@pytest.mark.long
 def test_a_stranger_at_a_workers_address_gets_nothing(make_site: MakeSite) -> None:
     site = make_site(with_workers=False)
     site.pool.add(site.prefill, site.decode)
@@ -244,6 +248,7 @@ def test_the_router_drains_by_call(site: Site) -> None:
     assert not stopping.is_alive()
 
 
+@pytest.mark.long
 def test_a_drain_is_bounded(site: Site) -> None:
     site.decode.held_back.clear()
     under_way = in_background(site)

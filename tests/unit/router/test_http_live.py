@@ -35,6 +35,7 @@ def events(client: httpx.Client) -> Iterator[Any]:
                 yield json.loads(line[6:])
 
 
+@pytest.mark.long
 def test_a_page_is_told_what_was_and_then_what_is_new(site: Site) -> None:
     assert site.post(prompt="before", max_tokens=3).status_code == 200
     with site.http() as client:
@@ -128,6 +129,7 @@ def test_a_request_is_found_by_the_id_of_its_answers_body(site: Site, path: str,
     assert told["id"].startswith(answer.headers["x-request-id"])
 
 
+@pytest.mark.long
 def test_who_goes_away_is_told_as_cancelled(site: Site) -> None:
     site.decode.held_back.clear()
     with pytest.raises(httpx.ReadTimeout), site.http() as client:
@@ -151,6 +153,7 @@ def test_an_id_that_nobody_has_is_said_to_be_unknown(site: Site) -> None:
     assert answer.json()["error"]["code"] == "unknown_request"
 
 
+@pytest.mark.long
 def test_pages_beyond_the_bound_are_refused_and_places_come_free(site: Site) -> None:
     with site.http(limits=httpx.Limits(max_connections=None)) as client:
         streams = [events(client) for _ in range(MAX_WATCHERS)]

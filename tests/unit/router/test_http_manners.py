@@ -106,6 +106,7 @@ def test_odd_names_of_models(site: Site, name: str, status: int) -> None:
         assert len(answer.content) < 500
 
 
+@pytest.mark.long
 def test_where_any_name_is_served_each_is_a_name_of_the_same_model(make_site: MakeSite) -> None:
     site = make_site({"model.served_names": ["*"]}, with_workers=False)
     with site.http() as client:

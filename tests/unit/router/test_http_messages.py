@@ -236,6 +236,7 @@ def test_errors_have_anthropics_types(site: Site, client: anthropic.Anthropic) -
     assert (wrong.status_code, wrong.json()["error"]["type"]) == (405, "invalid_request_error")
 
 
+@pytest.mark.long
 def test_a_stream_that_fails_ends_with_an_error(site: Site, client: anthropic.Anthropic) -> None:
     site.decode.held_back.clear()
     try:

@@ -126,6 +126,7 @@ def test_choices_of_a_prompt_that_decode_computes(mixed: Site) -> None:
     assert answer.headers[HEADER] == "decode"
 
 
+@pytest.mark.long
 def test_a_client_that_leaves_is_cancelled_at_decode(mixed: Site) -> None:
     with_a_busy_prefill_worker(mixed)
     mixed.decode.held_back.clear()

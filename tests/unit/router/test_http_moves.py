@@ -99,6 +99,7 @@ def test_what_is_on_its_way_to_a_draining_worker_moves_when_it_has_arrived(site:
     assert other.wait_for("reserve").attempt == 2
 
 
+@pytest.mark.long
 def test_many_requests_move_a_few_at_a_time(site: Site) -> None:
     num_requests = 2 * MAX_AT_ONCE + 1
     site.decode.held_back.clear()

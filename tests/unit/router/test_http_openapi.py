@@ -253,6 +253,7 @@ def _document(site: Site) -> None:
     DOCUMENT[:] = [document(site)]
 
 
+@pytest.mark.long
 def test_refusals_are_as_documented(checkpoint: Path, tmp_path: Path) -> None:
     with opened_site(checkpoint, {"limits.max_body_bytes": 1024}, with_workers=False) as other:
         refused(other, 503, json=BODY)

@@ -74,6 +74,7 @@ def test_a_stream_tells_each_step_as_openai_does(site: Site) -> None:
     assert told[2]["item"]["content"] == []
 
 
+@pytest.mark.long
 def test_the_official_client_streams_and_gathers(site: Site) -> None:
     plain = list(site.openai().responses.create(model="toy", input="Hi", stream=True))
     assert plain[-1].type == "response.completed"
@@ -226,6 +227,7 @@ def test_the_form_that_was_obeyed_is_told(site: Site, asked: dict[str, Any], tol
     Response.model_validate(body, strict=True)
 
 
+@pytest.mark.long
 def test_a_stream_that_fails_says_so_in_the_clients_terms(site: Site) -> None:
     site.decode.held_back.clear()
     try:

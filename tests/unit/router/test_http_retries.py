@@ -145,6 +145,7 @@ def test_after_decode_is_lost_the_same_prefill_worker_hands_off_anew(site: Site)
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 1
 
 
+@pytest.mark.long
 def test_a_router_that_stood_still_does_not_take_its_workers_for_silent(site: Site) -> None:
     site.decode.token_gap_s = 0.6
     under_way = in_background(site)
@@ -198,6 +199,7 @@ def test_a_prefill_worker_lost_between_admission_and_acknowledgement_is_not_miss
     assert site.decode.count("reserve") == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("verdict", ["admitted", "refused", "none"])
 def test_a_prefill_worker_lost_after_its_commit_but_before_decodes_word_is_not_missed(site: Site, verdict: str) -> None:
     """Its end and decode's admission come on two streams, in any order."""
@@ -222,6 +224,7 @@ def test_a_prefill_worker_lost_after_its_commit_but_before_decodes_word_is_not_m
     assert site.metrics().get('tandem_local_prefills_total{reason="recovery"}', 0) == (verdict != "admitted")
 
 
+@pytest.mark.long
 def test_a_silent_worker_is_taken_for_lost_after_the_lease(site: Site) -> None:
     site.decode.held_back.clear()
     under_way = in_background(site)
@@ -302,6 +305,7 @@ def test_a_worker_that_comes_back_within_the_lease_serves_the_retry(site: Site) 
     assert heir.wait_for("reserve").attempt == 2
 
 
+@pytest.mark.long
 def test_no_worker_for_as_long_as_a_request_waits_is_an_error_frame(make_site: MakeSite) -> None:
     site = make_site({"limits.wait_for_worker_s": 1.0})
     site.decode.held_back.clear()
@@ -390,6 +394,7 @@ def test_a_failure_between_two_workers_makes_the_retry_avoid_both(site: Site) ->
     other.kill()
 
 
+@pytest.mark.long
 def test_nothing_new_goes_to_a_worker_that_is_late_with_its_status_before_its_lease_is_over(
     make_site: MakeSite,
 ) -> None:
@@ -407,6 +412,7 @@ def test_nothing_new_goes_to_a_worker_that_is_late_with_its_status_before_its_le
     assert time.monotonic() - began_s < 0.9 * lease_s  # they did not wait for the lease
 
 
+@pytest.mark.long
 def test_a_worker_that_is_heard_again_in_time_gets_requests_as_before(make_site: MakeSite) -> None:
     site = make_site({"transport.lease_s": 10.0})
     site.decode.go_silent()

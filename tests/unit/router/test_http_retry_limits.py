@@ -73,6 +73,7 @@ def test_two_deaths_end_a_request_for_good(lose_two: LoseTwo, stream: bool) -> N
     assert lost.site.metrics()['tandem_worker_deaths_total{role="decode"}'] == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", ["first", "second"])
 def test_a_worker_that_is_heard_again_has_not_died_and_the_request_goes_on(lose_two: LoseTwo, which: str) -> None:
     lost = lose_two()
@@ -83,6 +84,7 @@ def test_a_worker_that_is_heard_again_has_not_died_and_the_request_goes_on(lose_
     assert lost.third.wait_for("reserve").attempt == 3
 
 
+@pytest.mark.long
 def test_without_word_of_two_lost_workers_the_client_may_try_again(lose_two: LoseTwo) -> None:
     lost = lose_two({"transport.grace_s": 0.2})
     answer = lost.under_way.result()
@@ -93,6 +95,7 @@ def test_without_word_of_two_lost_workers_the_client_may_try_again(lose_two: Los
     assert lost.third.count("reserve") == 0
 
 
+@pytest.mark.long
 def test_two_workers_that_the_supervisor_has_only_decided_to_kill_may_live_on(lose_two: LoseTwo) -> None:
     """Of hosts that are cut off nobody sees an end: not before successors have their places, and not after."""
     lost = lose_two({"transport.grace_s": 0.2})
@@ -219,6 +222,7 @@ def test_a_spent_budget_ends_requests_with_their_own_error(make_site: MakeSite) 
     assert metrics["tandem_retry_budget_retries"] < 1
 
 
+@pytest.mark.long
 def test_an_overloaded_worker_is_left_in_peace_for_as_long_as_it_asks(site: Site) -> None:
     site.decode.auto = False
     under_way = in_background(site)
@@ -248,6 +252,7 @@ def refuse(decode: ScriptedDecode, number: int, *, retry_after_s: float) -> None
     decode.emit(failed=common_pb2.AttemptFailed(request_id=reserve.request_id, attempt=reserve.attempt, error=error))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("end", ["finished", "stopped", "failed", "gone"])
 def test_every_prefill_worker_that_had_the_prompt_may_forget_it_at_the_end_and_once(site: Site, end: str) -> None:
     site.decode.auto = False

@@ -158,6 +158,7 @@ def test_keys_without_names_have_a_bounded_number_of_labels() -> None:
     assert (counts["key-0"], counts[OTHER], counts["named"]) == (1, 50, 1)
 
 
+@pytest.mark.long
 def test_batches_belong_to_the_tenant_whatever_its_key_and_use_its_cache(
     make_site: MakeSite, keys: Path, tmp_path: Path
 ) -> None:

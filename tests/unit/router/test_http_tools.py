@@ -27,6 +27,7 @@ def ask(site: Site, **body: Any) -> Any:
     return site.post("/v1/chat/completions", **{"messages": HI, "tools": [TOOL], **body})
 
 
+@pytest.mark.long
 def test_calls_are_told_apart_from_text(site: Site) -> None:
     answer = ChatCompletion.model_validate(ask(site).json(), strict=True)
     (choice,) = answer.choices

@@ -147,6 +147,7 @@ def test_long_prompts_hold_back_no_short_ones(site: Site) -> None:
         assert [answer.result().status_code for answer in (*short, *long)] == [200] * 10
 
 
+@pytest.mark.long
 def test_who_goes_away_while_it_waits_is_forgotten(site: Site) -> None:
     site.prefill.auto = False
     site.prefill.num_computed_tokens = 0  # so that its speed stays unknown, and no more than two wait there
@@ -172,6 +173,7 @@ def test_who_goes_away_while_it_waits_is_forgotten(site: Site) -> None:
         assert [answer.result().status_code for answer in answers] == [200] * 2
 
 
+@pytest.mark.long
 def test_who_goes_away_before_a_worker_has_begun_leaves_its_place_to_the_next(site: Site) -> None:
     site.prefill.auto = site.decode.auto = False
     site.prefill.num_computed_tokens = 0

@@ -39,6 +39,7 @@ def test_a_request_waits_for_a_worker_that_is_coming(patient: Site, state: str) 
     patient.decode.kill()
 
 
+@pytest.mark.long
 def test_who_waits_keeps_its_place_and_its_deadline(patient: Site) -> None:
     patient.pool.states["decode-0"] = "failed"
     patient.pool.push()
@@ -52,6 +53,7 @@ def test_who_waits_keeps_its_place_and_its_deadline(patient: Site) -> None:
     assert patient.metrics()["tandem_router_waiting_requests"] == 0
 
 
+@pytest.mark.long
 def test_a_wait_is_bounded(make_site: MakeSite) -> None:
     site = make_site({"limits.wait_for_worker_s": 1.0})
     site.pool.states["decode-0"] = "failed"
@@ -162,6 +164,7 @@ def test_who_waits_for_a_worker_that_knows_what_it_asks_for_holds_nobody_up_who_
     assert coming.count("start") == 2
 
 
+@pytest.mark.long
 def test_a_client_that_goes_away_leaves_the_wait(patient: Site) -> None:
     patient.pool.states["decode-0"] = "failed"
     patient.pool.push()

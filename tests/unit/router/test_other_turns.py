@@ -219,6 +219,7 @@ DECODE, PREFILL = {"prompt_tokens": 10_000}, {"prompt_tokens": 40, "num_places":
 """What is short: places in decode's batches, or the computation of prompts."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "short"),
     [
@@ -250,6 +251,7 @@ def test_two_routers_whose_words_are_as_old_as_a_turn_takes_divide_evenly_too(wo
     assert world.use() >= 0.97
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_without_a_word_of_each_other_they_do_not(case: str) -> None:
     world = World(CASES[case], are_told=False)
@@ -257,6 +259,7 @@ def test_without_a_word_of_each_other_they_do_not(case: str) -> None:
     assert world.jain() < 0.95, world.shares()
 
 
+@pytest.mark.long
 @settings(max_examples=4, deadline=None)
 @given(
     seed=st.integers(0, 1 << 30),
@@ -288,6 +291,7 @@ def test_what_tenants_with_a_backlog_get_differs_by_no_more_than_the_bound(
     assert world.jain() >= 0.95, world.shares()
 
 
+@pytest.mark.long
 def test_who_asks_now_and_then_costs_the_others_no_places() -> None:
     """Its requests wait for a moment each, and then nobody waits there."""
     world = World({"flood": Load((60, 0)), "calm": Load((0, 0))})
@@ -297,6 +301,7 @@ def test_who_asks_now_and_then_costs_the_others_no_places() -> None:
     assert world.use() >= 0.99
 
 
+@pytest.mark.long
 def test_who_comes_at_a_router_where_nobody_waits_has_saved_nothing_up() -> None:
     world = World({"flood": Load((30, 0)), "new": Load((0, 0))})
     world.run(20.0)
@@ -345,6 +350,7 @@ def test_nobody_waits_for_a_router_that_says_nothing() -> None:
     assert set(world.busy[-150:]) == {16}, "all places are used"
 
 
+@pytest.mark.long
 def test_who_waited_at_a_router_that_said_nothing_has_saved_nothing_up() -> None:
     world = World({"a": Load((30, 0)), "b": Load((0, 30))})
     world.run(5.0)
@@ -357,6 +363,7 @@ def test_who_waited_at_a_router_that_said_nothing_has_saved_nothing_up() -> None
     assert world.jain() >= 0.98, world.shares()
 
 
+@pytest.mark.long
 def test_a_router_that_is_started_again_has_a_claim_to_no_more() -> None:
     world = World({"a": Load((30, 0)), "b": Load((30, 0))})
     world.run(30.0)

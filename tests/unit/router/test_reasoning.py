@@ -62,6 +62,7 @@ def test_every_cut_gives_the_same_parts(text: str, is_open: bool, reasoning: str
     assert parted(list(text), is_open=is_open) == (reasoning, content)
 
 
+@pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(
     pieces=st.lists(st.text("<>/think[THINK] a\n", max_size=9), max_size=9),

@@ -310,6 +310,7 @@ def load(key: WorkerKey) -> WorkerLoad:
     return WorkerLoad(key, FORMAT, 32, 0, 0, 100)
 
 
+@pytest.mark.long
 @given(st.lists(st.tuples(st.sampled_from(list(Fault)), st.booleans()), min_size=40, max_size=40), st.integers(1, 5))
 def test_every_request_ends_and_never_asks_who_is_gone(steps: list[tuple[Fault, bool]], max_attempts: int) -> None:
     """Whatever happens to attempts placed by the plans themselves: the request ends, for one of the known reasons."""

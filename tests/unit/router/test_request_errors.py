@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from router.lifecycle.request_errors import RequestErrors
 from tandem.core.errors import CancelledError, ModelNotFoundError
 from tandem.rpc.v1.common_pb2 import RequestErrors as Told
@@ -52,6 +54,7 @@ def test_requests_without_a_worker_are_told_and_probes_are_not(make_site: MakeSi
     assert counts(told(site)) == {("no_worker", 503): 1}
 
 
+@pytest.mark.long
 def test_a_stream_that_breaks_off_is_told(make_site: MakeSite) -> None:
     site = make_site()
     site.decode.auto = False

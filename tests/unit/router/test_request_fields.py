@@ -168,6 +168,7 @@ def refusal(kind: str, name: str, value: Any, model: tuple[ModelCard, Tokenizer]
     return None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_row_is_in_the_document_and_nothing_else_is(kind: str, given: Any) -> None:
     rows: Object = KINDS[kind][0]
@@ -178,6 +179,7 @@ def test_every_row_is_in_the_document_and_nothing_else_is(kind: str, given: Any)
         assert {row.name for row in FIELDS if row.of in (kind, "both")} == set(names)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_parsing_takes_what_the_document_allows_and_refuses_what_it_forbids(kind: str, given: Any) -> None:
     """Bounds too: the values come from them, those that are configured included."""

@@ -175,6 +175,7 @@ def followed(role: Role, loads: Iterable[WorkerLoad], gone: Collection[WorkerKey
 shares = st.sampled_from([ALONE, *(Share(number, of) for of in (2, 3, 8) for number in range(of))])
 
 
+@pytest.mark.long
 @given(loads_of("p", 16), loads_of("d", 16), some, facts_of_any, wishes_of_any, shares)
 def test_a_route_is_one_that_the_scan_of_all_finds_best(
     prefills: list[WorkerLoad],

@@ -206,6 +206,7 @@ def test_what_prefill_workers_say_of_their_links_is_in_the_snapshot_and_the_metr
     assert (prefill, decodes[1]) not in registry.snapshot().links
 
 
+@pytest.mark.long
 async def test_a_worker_that_is_not_reached_is_told_of_once_for_each_reason(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

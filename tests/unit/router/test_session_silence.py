@@ -20,6 +20,7 @@ from tests.support.waiting import until
 LEASE_S = 0.5
 
 
+@pytest.mark.long
 async def test_a_silent_worker_gets_nothing_new_while_its_stream_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """That takes time; until it is done the session counts as open."""
     decode, took = ScriptedDecode("decode-0"), list[bool]()

@@ -128,6 +128,7 @@ def test_one_at_whose_door_too_many_wait_is_silent_and_not_taken_for_ended(
         assert entry.exists()
 
 
+@pytest.mark.long
 def test_one_that_is_still_for_a_while_is_asked_again(sibling: Callable[[str], Siblings]) -> None:
     """As on a host that starts everything at once: it has the port, and answers late."""
     busy, starting = sibling("router-0"), sibling("router-1")
@@ -388,6 +389,7 @@ class Routers:
             worker.kill()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num", [3, pytest.param(8, marks=pytest.mark.faults)])
 def test_routers_serve_side_by_side_and_all_but_one_leave_under_load(
     checkpoint: Path, tmp_path: Path, num: int

@@ -230,6 +230,7 @@ def test_the_cuts_never_matter_and_text_is_never_lost(form: ToolFormat, parts: l
             assert isinstance(json.loads(piece.arguments), dict)
 
 
+@pytest.mark.long
 def test_the_work_for_a_token_does_not_grow_with_the_output() -> None:
     """A long call costs a long text's work, not its square: a million characters, one at a time."""
     text = '<tool_call>{"name": "now", "arguments": {"x": "' + "y" * 1_000_000 + '"}}</tool_call>'
@@ -312,6 +313,7 @@ def test_what_a_checkpoints_template_cannot_read_is_text(text: str) -> None:
         assert read(BY_TEMPLATE, [text[:at], text[at:]]) == [Said(text)], at
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "opening",
     [

@@ -130,6 +130,7 @@ def test_the_caller_decides_whether_its_request_is_sent(
     assert (whole.trace_id.hex() == PARENT) == is_sent
 
 
+@pytest.mark.long
 def test_a_collector_that_is_away_holds_nothing_up(make_site: Callable[..., Site]) -> None:
     site = make_site({"tracing.otlp_endpoint": "http://127.0.0.1:1"})
     assert site.post(prompt="x", max_tokens=2).status_code == 200

@@ -80,6 +80,7 @@ def request(prompt: tuple[int, ...] = (1, 2, 3)) -> Request:
     return Request("a", prompt, SamplingParams(), 0.0, targets=Targets(1.0, 0.1))
 
 
+@pytest.mark.long
 async def test_who_waits_for_a_router_that_has_gone_is_looked_at_when_its_word_holds_no_more() -> None:
     """Nothing else happens meanwhile."""
     turns = make_turns()
@@ -94,6 +95,7 @@ async def test_who_waits_for_a_router_that_has_gone_is_looked_at_when_its_word_h
     await asyncio.wait({telling})
 
 
+@pytest.mark.long
 async def test_what_a_router_gives_is_heard_by_the_others_and_one_that_does_not_answer_is_left_out() -> None:
     speaking, hearing, num_asked = make_turns(), Hearing(4), 0
 
@@ -125,6 +127,7 @@ async def test_what_a_router_gives_is_heard_by_the_others_and_one_that_does_not_
     assert num_asked == 1
 
 
+@pytest.mark.long
 async def test_a_router_that_is_forgotten_while_it_is_asked_ends_nobody_s_task() -> None:
     """The router would close: it cannot tell turns any more."""
     others = OtherRouters()

@@ -159,6 +159,7 @@ def test_who_comes_when_nobody_waits_owes_nothing() -> None:
     assert sorted(entry.owner for entry in (take(queue), take(queue))) == ["busy", "new"]
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(
     weights=st.lists(st.sampled_from([0.5, 1.0, 2.0, 4.0]), min_size=2, max_size=6),
@@ -207,6 +208,7 @@ def test_a_flood_of_one_tenant_delays_another_by_one_turn() -> None:
     assert "calm" in [take(queue).owner for _ in range(2)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["tenants", "sessions"])
 def test_what_is_remembered_is_bounded(what: str) -> None:
     queue = queue_of()
@@ -280,6 +282,7 @@ class Walked(TurnQueue):
         return min(float(self.num_tokens), own * (1 + others / weight))
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
 def test_what_is_counted_of_all_tenants_is_what_they_have(seed: int) -> None:

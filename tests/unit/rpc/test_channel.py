@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+import pytest
+
 from tandem.rpc.channel import make_channel
 from tandem.rpc.v1 import control_pb2, control_pb2_grpc
 from tests.unit.rpc.test_rpc_security import LOOPBACK, PLAIN, ask, serving
@@ -53,6 +55,7 @@ async def forwarding(port: int, before: Before) -> AsyncIterator[int]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+@pytest.mark.long
 async def test_a_server_that_is_slow_to_answer_a_connection_is_waited_for() -> None:
     """As one whose host is busy is: a call must not fail because its connection took a moment."""
 
@@ -63,6 +66,7 @@ async def test_a_server_that_is_slow_to_answer_a_connection_is_waited_for() -> N
         assert await ask(port, PLAIN) == 7
 
 
+@pytest.mark.long
 async def test_a_connection_that_nobody_answers_is_given_up_soon_for_another_one() -> None:
     numbers: list[int] = []
 

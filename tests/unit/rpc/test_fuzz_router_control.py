@@ -67,6 +67,7 @@ def orjson_or_nothing(value: Any) -> bytes:
 _VERSIONS = st.integers(0, 3)
 
 
+@pytest.mark.long
 @FUZZ
 @given(payload=payloads(METHODS[MEMBERSHIP].input_type, version=_VERSIONS))
 async def test_no_membership_breaks_it(router: Running, payload: bytes) -> None:

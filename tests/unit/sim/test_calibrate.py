@@ -39,6 +39,7 @@ def steps_of(times: Fitted, num: int = 400, noise: float = 0.0, seed: int = 1) -
 coefficients = st.one_of(st.just(0.0), st.floats(0.1, 10.0))
 
 
+@pytest.mark.long
 @given(st.floats(1e-4, 0.05), coefficients, coefficients, coefficients, coefficients)
 def test_what_steps_were_made_of_is_found(base: float, token: float, row: float, read: float, pair: float) -> None:
     true = Fitted(base, token * 1e-5, row * 1e-4, read * 1e-8, pair * 1e-9)
@@ -86,6 +87,7 @@ def steps_on_shared_cores(speeds: tuple[float, ...], noise: float = 0.0, until_s
     return found
 
 
+@pytest.mark.long
 def test_how_workers_slow_each_other_down_is_found_beside_what_steps_take_alone() -> None:
     speeds = 1.0, 0.9, 0.6, 0.45
     found = fit_shared(steps_on_shared_cores(speeds, noise=0.1))
@@ -108,6 +110,7 @@ def steps_in_turn(of_each: tuple[int, ...], speeds: dict[int, float], num_worker
     return found
 
 
+@pytest.mark.long
 def test_of_numbers_of_workers_that_never_computed_at_once_nothing_is_made_up() -> None:
     found = fit_shared(steps_in_turn((1, 2), {1: 1.0, 2: 0.6}, num_workers=4))
     assert found.speeds == pytest.approx((1.0, 0.6), rel=0.01), "more than two share what is left"

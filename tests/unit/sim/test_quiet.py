@@ -118,6 +118,7 @@ tight_loads = st.builds(
 )
 
 
+@pytest.mark.long
 @given(loads | tight_loads, st.integers(1, 70))
 def test_steps_at_once_are_steps_one_by_one(load: Load, most: int) -> None:
     at_once, one_by_one = begun(load), begun(load)

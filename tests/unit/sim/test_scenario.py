@@ -44,6 +44,7 @@ def test_shipped_scenarios_can_be_read(file: Path) -> None:
     assert shape.decode.limits.computes_prompts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("file", sorted(SCENARIOS.glob("*.yaml")), ids=lambda file: file.name)
 def test_shipped_scenarios_run_to_their_end(file: Path) -> None:
     """With few requests; drawn ones where it names a trace, which does not lie beside it."""

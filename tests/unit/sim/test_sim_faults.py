@@ -120,6 +120,7 @@ requests = st.lists(st.tuples(st.floats(0, 1), st.integers(1, 700), st.integers(
 deaths = st.lists(st.tuples(st.sampled_from(["prefill", "decode"]), st.floats(0.01, 1.5)), max_size=6)
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(requests, deaths, st.integers(60, 120), st.booleans(), st.booleans())
 @example(  # one fails while prefill computes its last chunk

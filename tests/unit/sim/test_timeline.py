@@ -27,6 +27,7 @@ load: {requests: 60, rate: 20, input_median: 200, output_median: 20}
 """
 
 
+@pytest.mark.long
 @given(
     st.lists(st.tuples(st.floats(0.0, 3.0), st.floats(0.001, 40.0), st.booleans()), min_size=1, max_size=40),
     st.integers(1, 300),
@@ -106,6 +107,7 @@ def test_the_command_draws_what_it_has_simulated(tmp_path: Path, capsys: pytest.
     assert "throughput" in out.out
 
 
+@pytest.mark.long
 def test_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     write(tmp_path / "found.png", drawn(3))

@@ -194,6 +194,7 @@ def test_decode_computes_short_prompts_where_prefill_is_busy() -> None:
     assert all(one.prefill for one in outcomes)
 
 
+@pytest.mark.long
 def test_more_workers_take_more_and_each_its_part() -> None:
     arrivals = drawn(200, 40.0, Lengths(200, 0.5), Lengths(20, 0.5), seed=1)
     _, few = simulated(SHAPE, arrivals)
@@ -208,6 +209,7 @@ def test_more_workers_take_more_and_each_its_part() -> None:
     assert min(busy) > 0.5 * max(busy)
 
 
+@pytest.mark.long
 def test_prompts_that_lose_their_pages_at_prefill_are_computed_again_and_sent_once() -> None:
     """Decode grants late, and those to whom it does go before the others."""
     num_preempted = 0
@@ -277,6 +279,7 @@ def test_what_the_router_knows_of_an_idle_worker_is_that_it_is_idle() -> None:
         assert load.num_available_pages == machine.pool.num_pages
 
 
+@pytest.mark.long
 def test_an_overload_waits_and_is_not_lost() -> None:
     _, outcomes = simulated(SHAPE, drawn(1500, 1000.0, Lengths(60), Lengths(4), seed=1))
     assert max(one.ttft_s for one in outcomes) > 10
@@ -297,6 +300,7 @@ requests = st.lists(st.tuples(st.floats(0, 2), st.integers(1, 400), st.integers(
 windows = st.sampled_from((0, 0, 20, 150))
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(requests, st.integers(40, 80), st.integers(30, 60), st.integers(1, 3), st.booleans(), windows)
 def test_whatever_comes_ends_and_leaves_nothing_behind(
@@ -379,6 +383,7 @@ def test_who_is_more_urgent_goes_first() -> None:
     assert sum(one.first_token_s > latest_s for one in outcomes[:100]) > 50
 
 
+@pytest.mark.long
 def test_an_overload_is_refused_and_a_burst_is_not() -> None:
     shape = dataclasses.replace(SHAPE, max_waiting=40)
     ended: list[Outcome] = []
@@ -415,6 +420,7 @@ def waves(seconds: float) -> list[Arrival]:
     return found
 
 
+@pytest.mark.long
 def test_pools_follow_their_load_by_the_law_that_ships() -> None:
     arrivals = waves(415)
     shape = by_load(Range(1, 8), Range(4, 4))
@@ -467,6 +473,7 @@ def test_workers_change_their_role_with_the_load_by_the_law_that_ships() -> None
     assert 1 <= away <= 2
 
 
+@pytest.mark.long
 def test_none_changes_where_none_is_flexible() -> None:
     shape = dataclasses.replace(by_load(Range(1, 3), Range(1, 3)), start_s=20.0)
     world, _ = simulated(shape, prompts_then_outputs(20.0))
@@ -506,6 +513,7 @@ def test_worker_hours_count_from_the_order_to_the_end() -> None:
     assert [life.is_ready(at_s) for at_s in (100, 160, 249, 250)] == [False, True, True, False]
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=8)
 @given(
     st.integers(0, 10_000),

@@ -160,6 +160,7 @@ def test_a_draft_that_is_always_right_saves_steps() -> None:
         assert context == list(text.token_ids[: len(context)])
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_what_lies_in_its_pages_is_what_was_sampled(data: st.DataObject) -> None:
@@ -260,6 +261,7 @@ def test_ends_are_not_proposed() -> None:
     assert not any(token % 2 == 0 for token in text.guesses)
 
 
+@pytest.mark.long
 def test_a_prompt_is_read_when_that_would_have_paid() -> None:
     """A pass takes a quarter of a step, and the prompt as long as 40 steps."""
     world = World(step_s=1.0, pass_s=0.24, token_s=0.02)

@@ -108,6 +108,7 @@ def test_a_long_output_is_replayed_as_it_was_written(inbox: queue.Queue[Any], nu
         guides.close()
 
 
+@pytest.mark.long
 def test_what_outputs_have_used_up_of_a_grammar_is_there_again_for_those_behind_them(
     guides: Guides, inbox: queue.Queue[Any]
 ) -> None:

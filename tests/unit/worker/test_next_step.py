@@ -54,6 +54,7 @@ def num_steps(world: World) -> int:
     return sum(node.runner.num_steps for node in world.of_role(Role.DECODE))
 
 
+@pytest.mark.long
 def test_steps_that_are_planned_ahead_are_those_that_would_have_been(planned: Counter[str]) -> None:
     """Where there is room for all, nothing is computed in vain or later: as many steps, to the same moment."""
     room = replace(DECODE, num_pages=1024, limits=replace(DECODE.limits, max_num_seqs=200))
@@ -67,6 +68,7 @@ def test_steps_that_are_planned_ahead_are_those_that_would_have_been(planned: Co
     assert planned["told later"] > num_steps(ahead) * 0.8
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("window", "num_windowed"), [(0, 0), (9, 2)], ids=["all", "mixed"])
 def test_faults_cancels_crashes_and_short_pages_change_no_token_and_leave_nothing(
     window: int, num_windowed: int, planned: Counter[str]

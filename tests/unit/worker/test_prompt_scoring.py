@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -83,6 +84,7 @@ class Model:
         assert self.told.get(sequence.request_id, {}) == before
 
 
+@pytest.mark.long
 @settings(max_examples=200, deadline=None)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 90), st.booleans()), min_size=1, max_size=6),

@@ -588,6 +588,7 @@ def test_when_a_choice_ends(
     assert finish_reason(params, token, num_output, num_tokens, frozenset({2}), 20) is expected
 
 
+@pytest.mark.long
 @settings(max_examples=200, deadline=None)
 @given(seed=st.integers(0, 10_000), num_pages=st.integers(6, 20), cache=st.booleans())
 def test_everybody_ends_whatever_the_memory(seed: int, num_pages: int, cache: bool) -> None:

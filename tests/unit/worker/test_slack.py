@@ -112,6 +112,7 @@ def test_nobody_gives_way_for_longer_than_its_client_waits(timeout_s: float | No
     assert slack_of(4000, 1000.0, timeout_s) == pytest.approx(most_s)
 
 
+@pytest.mark.long
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 1 << 32), over_s=st.floats(0, 4), is_promoted=st.booleans())
 def test_a_prompt_is_overtaken_only_by_shorter_ones_that_come_within_its_slack(

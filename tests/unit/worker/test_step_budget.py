@@ -35,6 +35,7 @@ def run(budget: StepBudget, engine: Engine, rng: random.Random, num: int, noise:
         budget.note(rows, tokens, engine.seconds(rows, tokens) * (1 + rng.uniform(-noise, noise)))
 
 
+@pytest.mark.long
 @given(engines, st.integers(0, 63), st.integers(16, 1024), st.sampled_from((0.0, 0.2)))
 def test_a_budget_fills_the_time_and_no_more(engine: Engine, rows: int, tokens: int, noise: float) -> None:
     assume(not noise or engine.token * 256 > engine.step)  # else tokens cost next to nothing beside the noise
@@ -49,6 +50,7 @@ def test_a_budget_fills_the_time_and_no_more(engine: Engine, rows: int, tokens: 
     assert taken >= min(target, (0.85 - noise / 2) * target - 0.25 * least) - engine.token
 
 
+@pytest.mark.long
 @given(engines)
 def test_it_follows_when_everything_takes_twice_as_long(engine: Engine) -> None:
     budget, rng = StepBudget(), random.Random(2)

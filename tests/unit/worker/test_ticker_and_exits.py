@@ -56,6 +56,7 @@ async def test_an_earlier_deadline_moves_it_and_none_stops_it() -> None:
     assert not silent.times
 
 
+@pytest.mark.long
 async def test_a_deadline_that_moves_while_it_rings_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """It rings early for a deadline that has moved away; just then another thread moves that away too, and back."""
     ticker = Ticker(asyncio.get_running_loop(), bell := Bell())

@@ -66,6 +66,7 @@ class Worker:
             self.step()
 
 
+@pytest.mark.long
 @given(st.floats(0.03, 0.3), st.integers(1, 40), st.integers(64, 4000), st.floats(1e-4, 2e-3), st.floats(0.002, 0.02))
 def test_steps_keep_the_time_and_prompts_go_on(
     tpot_s: float, num_rows: int, num_prompt: int, of_token_s: float, of_step_s: float
@@ -124,6 +125,7 @@ def test_where_nobody_asks_or_who_has_waited_enough_there_is_no_bound(tpot_s: fl
 # ---- prompts beside tokens in clusters whose prefill workers compute most of them
 
 
+@pytest.mark.long
 @given(st.floats(0.02, 0.3), st.integers(0, 40), st.integers(100, 4000), st.floats(1e-5, 2e-3), st.floats(0.002, 0.02))
 def test_a_paced_prompt_is_not_felt_from_its_first_step_on(
     tpot_s: float, num_rows: int, num_prompt: int, of_token_s: float, of_step_s: float

@@ -109,6 +109,7 @@ def check_tokens(world: World) -> None:
         assert not request.journal.dropped["disagreed"]
 
 
+@pytest.mark.long
 def test_a_hundred_requests_end_with_their_tokens_and_leave_nothing() -> None:
     world = serve(WorldSpec(seed=1))
     assert len(world.requests) == NUM_REQUESTS
@@ -123,6 +124,7 @@ def test_a_hundred_requests_end_with_their_tokens_and_leave_nothing() -> None:
     assert all(node.counters.num_prompt_tokens_cached for node in world.of_role(Role.PREFILL))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.faults) for seed in (2, 3))])
 def test_faults_cancels_and_crashes_change_no_token_and_leave_nothing(seed: int) -> None:
     spec = WorldSpec(seed=seed, link=LinkSpec(fault_share=0.03), mixed_pool_tokens=12)
@@ -132,6 +134,7 @@ def test_faults_cancels_and_crashes_change_no_token_and_leave_nothing(seed: int)
     assert sum(request.is_cancelled for request in world.requests.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.faults) for seed in (1, 2))])
 def test_streams_that_break_again_and_again_cost_no_request(seed: int) -> None:
     """Nobody dies; most requests lose a worker, some lose two before the first one is heard again."""
@@ -143,6 +146,7 @@ def test_streams_that_break_again_and_again_cost_no_request(seed: int) -> None:
     assert not any(request.recovery.losses.died for request in world.requests.values())
 
 
+@pytest.mark.long
 def test_a_request_whose_workers_stay_out_of_reach_ends_with_an_error_that_may_be_tried_again() -> None:
     world = serve(WorldSpec(seed=1, num_decode=3), cuts=[("decode-0", 0.1, 9.0), ("decode-1", 0.2, 9.0)])
     ended = [request for request in world.requests.values() if request.error is not None]
@@ -162,6 +166,7 @@ def test_each_fault_alone_happens_and_is_survived(fault: str) -> None:
     check_tokens(world)
 
 
+@pytest.mark.long
 def test_decode_with_few_pages_preempts_and_ends_all_the_same() -> None:
     world = serve(WorldSpec(seed=1, decode=replace(DECODE, num_pages=26)))
     check_tokens(world)
@@ -188,6 +193,7 @@ def test_who_found_no_page_goes_on_when_a_fence_frees_some_though_nothing_else_h
     assert world.requests["grows"].tokens == [[token_of(0, 0, position) for position in range(20)]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("is_split", "window", "num_windowed"),
     [
@@ -225,6 +231,7 @@ def test_where_tokens_see_a_window_pages_behind_it_are_never_missed(
     assert sum(node.counters.num_prompt_tokens_cached for node in world.nodes.values())
 
 
+@pytest.mark.long
 def test_the_same_seed_gives_the_same_run() -> None:
     spec = WorldSpec(seed=5, link=LinkSpec(fault_share=0.03))
     first, second = (serve(spec, num_cancels=5, crashes={"prefill-1": 0.3}) for _ in range(2))

@@ -37,11 +37,13 @@ def test_prompts_are_computed_in_chunks_of_full_size() -> None:
         assert node.scheduler.budget.most_tokens(1, 1.0) is not None, "it has learnt how long its steps take"
 
 
+@pytest.mark.long
 def test_where_prefill_workers_compute_prompts_nothing_is_learnt_of_steps() -> None:
     for node in serve(WorldSpec(seed=1)).of_role(Role.DECODE):
         assert node.scheduler.budget.most_tokens(1, 1.0) is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
 def test_cancels_and_deaths_of_decode_workers_change_no_token_and_leave_nothing(seed: int) -> None:
     crashes = {"decode-0": 0.15, "decode-1": 0.5}
@@ -59,6 +61,7 @@ def test_the_only_decode_worker_dies_and_its_requests_wait_for_the_next() -> Non
     assert any(request.journal.attempt > 1 for request in world.requests.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(2))
 def test_streams_that_break_again_and_again_cost_no_request(seed: int) -> None:
     cuts = [("decode-0", 0.1, 0.2), ("decode-1", 0.2, 0.2), ("decode-0", 0.45, 0.3)]

@@ -44,6 +44,7 @@ def test_it_looks_again_and_again() -> None:
     assert asyncio.run(scenario()) == "runner"
 
 
+@pytest.mark.long
 def test_a_process_that_stood_still_was_not_busy_meanwhile() -> None:
     """Stopped, as the event loop is here, it can neither look nor end a step."""
     turn_s, reports = 0.05, list[str]()

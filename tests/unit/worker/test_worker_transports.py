@@ -17,6 +17,7 @@ def a_place(incarnation: str) -> WorkerPlace:
     return WorkerPlace("prefill-0", incarnation, Path("unused"), kv_bytes=0, num_threads=1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", transport_names())
 def test_a_library_that_blocks_waits_for_a_peer_as_long_as_the_lease(name: str) -> None:
     transport = make_transport(TransportConfig(name=name, lease_s=60.0), a_place(f"{name}-lease#1"))

@@ -71,6 +71,7 @@ class TokenBook:
         items = [item for item in batch.items if item.samples]
         has_guesses = any(item.guesses for item in items)
         late = self._late(items, awaits_one=len(items) == len(batch.items))
+        self.counters.num_late_masks += len(late)
         self._sampled = self._sample_but(late, items, logits[_newest_rows(items)] if has_guesses else logits)
         self._all_noted.clear()
         if has_guesses:

@@ -152,7 +152,8 @@ class DecodeTimes:
     """Medians of decode steps, in seconds.
 
     Attributes:
-        step_s: as it is served: block tables from the host, tokens drawn at temperature 1 and back on the host.
+        step_s: as it is served: pages that sequences get from the host, tokens drawn at temperature 1 and back on the
+            host.
         forward_s: of that the model on the device, without the host.
         sampling_s: of that the sampler, from logits on the device to tokens on the host.
         has_own_pages: else there was too little memory for that, and sequences share pages.
@@ -173,16 +174,19 @@ def decode_times(engine: Engine, batch: int, context: int, *, num_steps: int) ->
     """Of a step of `batch` sequences, whose contexts grow by `num_steps` around `context`."""
     first = context - num_steps // 2
     num_pages = engine.layout.num_pages_for(first + num_steps)
-    pages = [
-        page_table((index * num_pages + page) % engine.num_pages for page in range(num_pages)) for index in range(batch)
+    own_pages = [
+        [(index * num_pages + page) % engine.num_pages for page in range(num_pages)] for index in range(batch)
     ]
+    tables = [page_table() for _ in own_pages]
     sampler = engine.sampler()
     params = [SamplingParams(seed=seed) for seed in range(batch)]
     states = [SequenceState(()) for _ in range(batch)]
     tokens = _random_tokens(engine, batch)
 
     def inputs(start: int) -> list[SequenceInput]:
-        return [SequenceInput([token], start, own) for token, own in zip(tokens, pages, strict=True)]
+        for table, own in zip(tables, own_pages, strict=True):
+            table.extend(own[len(table) : engine.layout.num_pages_for(start + 1)])
+        return [SequenceInput([token], start, table) for token, table in zip(tokens, tables, strict=True)]
 
     def rows(position: int) -> list[list[SampleRow]]:
         return [[SampleRow(state, of_row, position=position)] for state, of_row in zip(states, params, strict=True)]

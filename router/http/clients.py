@@ -8,8 +8,10 @@ from starlette.types import Scope
 
 from router.request.tenant import ANYBODY, Tenant
 
-#: Bits of an IPv6 address that a network has in common, and which one host may change as it likes: RFC 4291, 2.5.4.
+#: Bits of an IPv6 address that a network has in common; what comes behind, a host may change as it likes. Addresses that
+#: begin with three zero bits are not made so (RFC 4291, 2.5.4): the host itself, and IPv4 behind a translator.
 _NETWORK_BITS = 64
+_BITS_BEHIND_ZEROS = 125
 
 
 def client_of(scope: Scope, tenant: Tenant) -> str:
@@ -21,7 +23,8 @@ def client_of(scope: Scope, tenant: Tenant) -> str:
 
 
 def holder_of(host: str) -> str:
-    """What one client has of addresses: of IPv4 the one, of IPv6 all of a /64. What is no address stays as it is."""
+    """What one client has of addresses: of IPv4 the one, of IPv6 all of a /64 that a host may have. What is no address
+    stays as it is."""
     try:
         address = ip_address(host)
     except ValueError:
@@ -30,4 +33,6 @@ def holder_of(host: str) -> str:
         return host
     if address.ipv4_mapped is not None:  # a socket for both has such
         return str(address.ipv4_mapped)
+    if int(address) >> _BITS_BEHIND_ZEROS == 0:
+        return str(address)
     return str(IPv6Network((int(address), _NETWORK_BITS), strict=False))

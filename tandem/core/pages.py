@@ -185,6 +185,9 @@ class PageTable(_Int32s):
         self.num_edits += 1
         return super().pop(index)
 
+    # Nobody needs these, which would have to count too.
+    insert = remove = reverse = byteswap = None  # type: ignore[assignment]
+
 
 def page_table(pages: Iterable[int] = ()) -> PageTable:
     return PageTable(pages)

@@ -32,7 +32,7 @@ class SequenceInput:
     pages: Sequence[int]
     num_logits: int = 1  # how many of the last rows get logits
     # Of a mixed model, whose `pages` are those of the layers that see all: the pages of the others, so many for each
-    # place as `LayerPlaces.num_windowed` says. Those behind the window may be any.
+    # place as `LayerPlaces.num_windowed` says. Those behind the window may be any of the arena.
     windowed: PageTable = field(default_factory=page_table)
 
     @property

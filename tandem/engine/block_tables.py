@@ -166,14 +166,15 @@ class BlockTables:
         before = len(self._rows)
         shape = (self.num_groups, num_rows, self._width)
         is_cuda = self._device.type == "cuda"
-        host, tensor = np.zeros(shape, np.int32), self.tensor
+        host = np.zeros(shape, np.int32)
         host[:, :before] = self._host
-        self._host = host
         if self._is_copied:
-            self.tensor = torch.zeros(shape, dtype=torch.int32, device=self._device)
-            self.tensor[:, :before].copy_(tensor, non_blocking=is_cuda)
+            tensor = torch.zeros(shape, dtype=torch.int32, device=self._device)
+            tensor[:, :before].copy_(self.tensor, non_blocking=is_cuda)
         else:
-            self.tensor = to_device(host, self._device)  # the same memory
+            tensor = to_device(host, self._device)  # the same memory
+        # All at once: a device may have no room for more, and what there was goes on.
+        self._host, self.tensor = host, tensor
         self._rows += [_Row(index) for index in range(before, num_rows)]
 
     def _forget(self, row: _Row) -> None:
@@ -238,10 +239,10 @@ class BlockTables:
         """Copy what was written to the readers' tensor, without a wait, whatever it was: by one call of a kernel."""
         num_rows = len(self._rows)
         begins = [((group * num_rows + row) * self._width, first, last) for group, row, first, last in self._unsent]
-        self._unsent = []
         places = np.concatenate([np.arange(begin + first, begin + last) for begin, first, last in begins])
         columns = to_device(np.stack([places, self._host.reshape(-1)[places]]), self._device)  # int64
         self.tensor.view(-1).index_copy_(0, columns[0], columns[1].to(torch.int32))
+        self._unsent = []  # not before: what could not be sent goes with the next step
 
 
 def _outside(page: int, num_pages: int) -> ValueError:

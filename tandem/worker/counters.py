@@ -21,7 +21,7 @@ class WorkerCounters:
     num_masks: int = 0  # of grammars, one for each token that was chosen by one
     mask_s: float = 0.0  # that making them took, beside the forwards
     num_late_masks: int = 0  # how often a step went on without an output whose mask was not there
-    num_slow_grammars: int = 0  # outputs that ended as their grammars took too much computation
+    num_slow_grammars: int = 0  # how often a grammar took too much computation
     num_guesses: int = 0  # of tokens that may come next, from lookup, computed beside those that do
     num_right_guesses: int = 0
     num_drafts: int = 0  # the same, from a draft model

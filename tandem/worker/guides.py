@@ -163,9 +163,7 @@ class Guides:
         if awaits_one and len(pending) == len(guides):
             wait(pending, return_when=FIRST_COMPLETED)
         wait(pending, timeout=max(_LEAST_WAIT_S, _WAIT_PART * (time.perf_counter() - self._began_s)))
-        late = {at for mask, at in pending.items() if not mask.done()}
-        self._counters.num_late_masks += len(late)
-        return late
+        return {at for mask, at in pending.items() if not mask.done()}
 
     def _make_all(self, left: deque[_Asked]) -> None:
         """Make what is left, beside other threads that do."""

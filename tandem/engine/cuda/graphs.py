@@ -143,7 +143,7 @@ class _FixedStep:
         self, batch: PagedBatch, arena: KVArena, layer: int, query: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         """Return `[B, heads, head_dim]`, like `query`."""
-        del batch  # laid out anew for each step, on the host
+        del batch  # the same as the step has, with tables of its own
         return self._backend.attend_decode(self._step, arena, layer, query, params)
 
 

@@ -571,8 +571,13 @@ def test_masks_that_are_late_behind_right_guesses_cost_no_token(monkeypatch: pyt
     rng, text = random.Random(seed), [11, 12, 13, 14] * 6
     grammar = LLMatcher.grammar_from_regex("(" + "".join(TEXTS[token] for token in text[:4]) + ")*")
 
+    num_left_out = 0
+
     def late(_: Guides, guides: Sequence[Guide | None], *, awaits_one: bool) -> set[int]:
-        return set() if awaits_one and rng.random() < 0.5 else {at for at in range(len(guides)) if rng.random() < 0.4}
+        nonlocal num_left_out
+        found = {at for at in range(len(guides)) if rng.random() < 0.4} if not awaits_one or rng.random() < 0.5 else set()
+        num_left_out += len(found) if awaits_one else 0  # else the step has given a token before
+        return found
 
     monkeypatch.setattr(Guides, "late", late)
     world = Told(text)
@@ -582,6 +587,7 @@ def test_masks_that_are_late_behind_right_guesses_cost_no_token(monkeypatch: pyt
         world.step()
     assert [(index, token) for index, token, _ in world.tokens()] == list(enumerate(text))
     assert 0 < world.counters.num_right_guesses <= world.counters.num_guesses
+    assert world.counters.num_late_masks == num_left_out > 0
     world.assert_empty()
 
 

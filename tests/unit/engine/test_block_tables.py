@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tandem.core.pages import PageTable, page_table
+from tandem.engine import block_tables
 from tandem.engine.batch import SequenceInput, build_batch
 from tandem.engine.block_tables import BlockTables
 
@@ -68,6 +69,39 @@ def test_more_sequences_than_rows_make_more_rows_and_lose_none() -> None:
         rows = tables.rows(sequences[:number])
         assert len(set(rows)) == number
         assert tables.tensor[0, rows, :2].tolist() == [s.pages.tolist() for s in sequences[:number]]  # type: ignore[attr-defined]
+
+
+def test_a_device_without_room_for_more_rows_costs_those_that_came_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tables = make_tables(is_copied=True)
+    known, more = [one(page_table([1])), one(page_table([2]))], [one(page_table([page])) for page in range(3, 8)]
+    rows = tables.rows(known)
+
+    def no_room(*_: object, **__: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "zeros", no_room)
+        with pytest.raises(torch.OutOfMemoryError):
+            tables.rows(known + more)
+    assert tables.rows(known) == rows
+    assert [int(tables.tensor[0, row, 0]) for row in tables.rows(known + more)] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_what_could_not_be_copied_to_the_device_is_copied_by_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = make_tables(2, is_copied=True)
+    sequence = one(page_table([1, 2]))
+
+    def no_room(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(block_tables, "to_device", no_room)
+        with pytest.raises(torch.OutOfMemoryError):
+            tables.rows([sequence])
+    (row,) = tables.rows([sequence])
+    assert tables.tensor[0, row, :2].tolist() == [1, 2]
 
 
 def test_one_that_stands_twice_in_a_batch_has_one_row() -> None:

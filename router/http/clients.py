@@ -8,8 +8,8 @@ from starlette.types import Scope
 
 from router.request.tenant import ANYBODY, Tenant
 
-#: Bits of an IPv6 address that a network has in common; what comes behind, a host may change as it likes. Addresses that
-#: begin with three zero bits are not made so (RFC 4291, 2.5.4): the host itself, and IPv4 behind a translator.
+#: Bits of an IPv6 address that a network has in common; what comes behind, a host may change as it likes. Not so where
+#: the first three bits are zero (RFC 4291, 2.5.4), as of the host itself, or of IPv4 behind a translator.
 _NETWORK_BITS = 64
 _BITS_BEHIND_ZEROS = 125
 

@@ -142,7 +142,7 @@ class RouterMetrics:
             "tandem_grammar_late_masks_total", "Outputs that a step went on without, as their masks were late", "role"
         )
         self.slow_grammars = counter(
-            "tandem_grammars_too_slow_total", "How often a grammar took too much to follow, which ends its output", "role"
+            "tandem_grammars_too_slow_total", "How often a grammar took too much, which ends its output", "role"
         )
         # -- grammars
         self.grammar_compile_s = histogram(

@@ -14,10 +14,13 @@ all else is as above, with two numbers for one.
 
 **Whole numbers.** Weights of 8 or 4 bits become float32 in registers, too, and have scales: one for each output, or one
 for each output and `group` of k. The sums of a group are scaled as they are added to those of the groups before. Of 4
-bits two lie in a byte, the lower one first: a step takes two numbers of a row.
+bits eight lie in a word, the first one lowest: `[K / 8][32]`, and a step takes eight numbers of a row. AVX-512 looks
+their values up in a register, which is two thirds of the work of making them from bytes.
 
 More rows than one pass takes are copied first, so that the numbers that a pass reads in one step lie together: rows
 that are a power of two apart share few lines of the L1 cache.
+
+One row or two would wait for their sums, of which a panel has too few: they take several panels at once.
 
 Each output is one chain of fused multiply-adds over ascending `k`, whatever else is computed beside it: a row's result
 does not depend on the other rows, on their number, on the threads or on the vectors' length.
@@ -53,9 +56,10 @@ _LOADS: Mapping[int, Callable[..., Any]] = {
     _BY_TWO: _vec.load,
     _INT8: _vec.load_int8,
 }
-# By kind: bytes of a weight, or of two that go together; numbers of a row that a step takes, each by itself in memory.
-_ITEM_BYTES = (FLOAT_BYTES, vir.SHORT_BYTES, vir.SHORT_BYTES, FLOAT_BYTES, 1, 1)
-_NUMBERS_PER_STEP = (1, 1, 1, 1, 1, 2)
+# By kind: bytes of a weight, or of those that go together; numbers of a row that a step takes, each by itself in
+# memory.
+_ITEM_BYTES = (FLOAT_BYTES, vir.SHORT_BYTES, vir.SHORT_BYTES, FLOAT_BYTES, 1, FLOAT_BYTES)
+_NUMBERS_PER_STEP = (1, 1, 1, 1, 1, vir.INT4_PER_WORD)
 # Of a row's outputs of one panel.
 _OUTPUT_BYTES = PANEL * FLOAT_BYTES
 
@@ -67,22 +71,29 @@ _ROWS_TO_SHARE = 64
 #: Rows of one pass, at most, and into how many parts it cuts a panel: 24 sums in 32 registers, 12 in 16.
 MAX_ROWS, _NUM_PARTS = (12, 1) if _IS_WIDE else (6, 2)
 _PART_OUTPUT_BYTES = _OUTPUT_BYTES // _NUM_PARTS
+#: Of so few rows a pass takes so many panels at once, where there are as many: the sums of one are too few to wait for
+#: each other's products.
+_ROWS_ABREAST, _PANELS_ABREAST = (2, 4) if _IS_WIDE else (1, 2)
 #: Up to so many rows, whose sums of a whole panel have registers, a pass goes at the speed of memory by itself.
 _MAX_ROWS_ALONE = 6 if _IS_WIDE else 3
 # How many of its steps a single pass over whole panels fetches ahead.
 _STEPS_AHEAD = 64
 
 
-def _make_tile(rows: range, num_vectors: int, kind: int, *, together: bool, ahead: bool) -> Callable[..., None]:
+def _make_tile(
+    rows: range, num_vectors: int, kind: int, *, together: bool, ahead: bool, num_panels: int = 1
+) -> Callable[..., None]:
     """A kernel for a number of rows out of `rows` (of any other it computes nothing), and a panel's first vectors.
 
     Its arguments are counts and addresses: how many rows; x, the distance of its rows in bytes, the panel, its steps,
     the outputs, the distance of their rows in bytes; where to prefetch from, and by how many bytes to go on with each
-    step; the scales, where there are any: then the outputs are added to.
+    step; the scales, where there are any: then the outputs are added to; how many bytes panels, and their scales, are
+    apart.
 
     Args:
         kind: of weights.
         together: whether x is `[K][rows]`, and not rows some distance apart.
+        num_panels: at once.
     """
 
     def emit(builder: Any, num_rows: Any, *arguments: Any) -> None:
@@ -92,17 +103,22 @@ def _make_tile(rows: range, num_vectors: int, kind: int, *, together: bool, ahea
             block = builder.append_basic_block(f"rows_{count}")
             choice.add_case(num_rows.type(count), block)
             builder.position_at_end(block)
-            _emit_pass(builder, count, num_vectors, kind, together, ahead, *arguments)
+            _emit_pass(builder, count, num_vectors, kind, together, ahead, num_panels, *arguments)
             builder.branch(end)
         builder.position_at_end(end)
 
-    return vir.kernel(10, 0, types.void, emit)
+    return vir.kernel(12, 0, types.void, emit)
 
 
 def _emit_pass(
-    builder: Any, num_rows: int, num_vectors: int, kind: int, together: bool, ahead: bool,
+    builder: Any, num_rows: int, num_vectors: int, kind: int, together: bool, ahead: bool, num_panels: int,
     x: Any, x_stride: Any, panel: Any, k: Any, y: Any, y_stride: Any, fetch: Any, fetch_step: Any, scales: Any,
+    panel_bytes: Any, scales_bytes: Any,
 ) -> None:  # fmt: skip
+    def vectors_of(start: Any, stride: Any, vector_bytes: int) -> list[Any]:
+        of_panels = [vir.advance(builder, start, stride, index) if index else start for index in range(num_panels)]
+        return [vir.offset(builder, place, n * vector_bytes) for place in of_panels for n in range(num_vectors)]
+
     if together:
         rows = [vir.offset(builder, x, row * FLOAT_BYTES) for row in range(num_rows)]
         number_bytes = num_rows * FLOAT_BYTES
@@ -111,47 +127,67 @@ def _emit_pass(
         number_bytes = FLOAT_BYTES
     x_step = k.type(number_bytes * _NUMBERS_PER_STEP[kind])
     # Stack slots that LLVM turns into registers.
-    sums = [[cgutils.alloca_once_value(builder, _vec.constant(0.0)) for _ in range(num_vectors)] for _ in rows]
+    num_sums = num_panels * num_vectors
+    sums = [[cgutils.alloca_once_value(builder, _vec.constant(0.0)) for _ in range(num_sums)] for _ in rows]
     vector_bytes = _vec.lanes * _ITEM_BYTES[kind]
     multiply_add = _vec.fma_by_two if kind == _BY_TWO else _vec.fma
     step_bytes = k.type(PANEL * _ITEM_BYTES[kind])
+
+    def add_products(places: list[Any], weights: list[Any]) -> None:
+        for place, row_sums in zip(places, sums, strict=True):
+            number = _vec.spread(builder, vir.load_real(builder, place))
+            for weight, slot in zip(weights, row_sums, strict=True):
+                builder.store(multiply_add(builder, number, weight, builder.load(slot)), slot)
+
     with cgutils.for_range(builder, k) as loop:
         step = vir.advance(builder, panel, step_bytes, loop.index)
-        places = [vir.offset(builder, step, n * vector_bytes) for n in range(num_vectors)]
-        weights = _load_weights(builder, kind, places, vector_bytes)
+        load = _vec.load_integers if kind == _INT4 else _LOADS[kind]
+        loaded = [load(builder, place, alignment=vector_bytes) for place in vectors_of(step, panel_bytes, vector_bytes)]
         if ahead:
             line = vir.advance(builder, fetch, fetch_step, loop.index)
             # As many as the step reads where this may be the only pass; of several each fetches a share.
             for n in range(0, LINE_BYTES if together else num_vectors * vector_bytes, LINE_BYTES):
                 vir.prefetch(builder, vir.offset(builder, line, n))
-        for index, of_number in enumerate(weights):
-            for row, row_sums in zip(rows, sums, strict=True):
-                place = vir.offset(builder, vir.advance(builder, row, x_step, loop.index), index * number_bytes)
-                number = _vec.spread(builder, vir.load_real(builder, place))
-                for weight, slot in zip(of_number, row_sums, strict=True):
-                    builder.store(multiply_add(builder, number, weight, builder.load(slot)), slot)
+        places = [vir.advance(builder, row, x_step, loop.index) for row in rows]
+        if kind != _INT4:
+            add_products(places, loaded)
+        elif num_rows == 1:
+            for index in range(vir.INT4_PER_WORD):
+                of_number = [vir.offset(builder, place, index * number_bytes) for place in places]
+                add_products(of_number, [_vec.lowest_int4(builder, each) for each in loaded])
+                loaded = [_vec.without_lowest_int4(builder, each) for each in loaded]
+        else:
+            # A loop of its own: beside more sums all eight numbers of each word have no room in registers.
+            words = [cgutils.alloca_once(builder, each.type) for each in loaded]
+            for slot, each in zip(words, loaded, strict=True):
+                builder.store(each, slot)
+            with cgutils.for_range(builder, vir.unknown(builder, k.type(vir.INT4_PER_WORD))) as inner:
+                left = [builder.load(slot) for slot in words]
+                of_number = [vir.advance(builder, place, k.type(number_bytes), inner.index) for place in places]
+                add_products(of_number, [_vec.lowest_int4(builder, each) for each in left])
+                for slot, each in zip(words, left, strict=True):
+                    builder.store(_vec.without_lowest_int4(builder, each), slot)
+    scale_places = vectors_of(scales, scales_bytes, _vec.num_bytes)
     for row, row_sums in enumerate(sums):
         start = vir.advance(builder, y, y_stride, row)
-        for n, slot in enumerate(row_sums):
-            place, total = vir.offset(builder, start, n * _vec.num_bytes), builder.load(slot)
+        for place, scale_place, slot in zip(
+            vectors_of(start, y_stride.type(_OUTPUT_BYTES), _vec.num_bytes), scale_places, row_sums, strict=True
+        ):
+            total = builder.load(slot)
             if kind in (_INT8, _INT4):
-                scale = _vec.load(builder, vir.offset(builder, scales, n * _vec.num_bytes))
+                scale = _vec.load(builder, scale_place)
                 total = _vec.fma(builder, total, scale, _vec.load(builder, place))
             _vec.store(builder, total, place)
 
 
-def _load_weights(builder: Any, kind: int, places: list[Any], vector_bytes: int) -> list[list[Any]]:
-    """The vectors of one step, for each of its numbers of a row."""
-    if kind == _INT4:
-        both = [_vec.load_int4(builder, place, alignment=vector_bytes) for place in places]
-        return [[low for low, _ in both], [high for _, high in both]]
-    return [[_LOADS[kind](builder, place, alignment=vector_bytes) for place in places]]
-
-
 def _make_tiles(kind: int) -> tuple[Callable[..., None], ...]:
-    """For few rows, which go at the speed of memory by themselves; for more of them; and for passes of even more."""
+    """For hardly any rows and several panels; for few, which go at the speed of memory by themselves; for more of them;
+    and for passes of even more."""
     part = _NUM_VECTORS // _NUM_PARTS
     return (
+        _make_tile(
+            range(1, _ROWS_ABREAST + 1), _NUM_VECTORS, kind, together=False, ahead=False, num_panels=_PANELS_ABREAST
+        ),
         _make_tile(range(1, _MAX_ROWS_ALONE + 1), _NUM_VECTORS, kind, together=False, ahead=False),
         _make_tile(range(_MAX_ROWS_ALONE + 1, MAX_ROWS + 1), part, kind, together=False, ahead=True),
         # No even share of more rows than `MAX_ROWS` is less than half of the most.
@@ -159,61 +195,79 @@ def _make_tiles(kind: int) -> tuple[Callable[..., None], ...]:
     )
 
 
-_few_float32, _more_float32, _many_float32 = _make_tiles(_FLOAT32)
-_few_bfloat16, _more_bfloat16, _many_bfloat16 = _make_tiles(_BFLOAT16)
-_few_float16, _more_float16, _many_float16 = _make_tiles(_FLOAT16)
+_abreast_float32, _few_float32, _more_float32, _many_float32 = _make_tiles(_FLOAT32)
+_abreast_bfloat16, _few_bfloat16, _more_bfloat16, _many_bfloat16 = _make_tiles(_BFLOAT16)
+_abreast_float16, _few_float16, _more_float16, _many_float16 = _make_tiles(_FLOAT16)
 # Without the instruction nothing calls these, and other ones stand for them.
-_few_by_two, _more_by_two, _many_by_two = _make_tiles(_BY_TWO if vir.has_bfloat16_products() else _FLOAT32)
-_few_int8, _more_int8, _many_int8 = _make_tiles(_INT8)
-_few_int4, _more_int4, _many_int4 = _make_tiles(_INT4)
+_abreast_by_two, _few_by_two, _more_by_two, _many_by_two = _make_tiles(
+    _BY_TWO if vir.has_bfloat16_products() else _FLOAT32
+)
+_abreast_int8, _few_int8, _more_int8, _many_int8 = _make_tiles(_INT8)
+_abreast_int4, _few_int4, _more_int4, _many_int4 = _make_tiles(_INT4)
+
+
+@numba.njit(nogil=True, inline="always")
+def _abreast(kind, num_rows, x, x_stride, panel, k, y, y_stride, scales, apart, scales_apart):  # type: ignore[no-untyped-def] # pragma: no cover
+    if kind == _BFLOAT16:
+        _abreast_bfloat16(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales, apart, scales_apart)
+    elif kind == _FLOAT16:
+        _abreast_float16(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales, apart, scales_apart)
+    elif kind == _BY_TWO:
+        _abreast_by_two(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales, apart, scales_apart)
+    elif kind == _INT8:
+        _abreast_int8(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales, apart, scales_apart)
+    elif kind == _INT4:
+        _abreast_int4(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales, apart, scales_apart)
+    else:
+        _abreast_float32(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales, apart, scales_apart)
 
 
 @numba.njit(nogil=True, inline="always")
 def _few(kind, num_rows, x, x_stride, panel, k, y, y_stride, scales):  # type: ignore[no-untyped-def] # pragma: no cover
     if kind == _BFLOAT16:
-        _few_bfloat16(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales)
+        _few_bfloat16(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales, 0, 0)
     elif kind == _FLOAT16:
-        _few_float16(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales)
+        _few_float16(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales, 0, 0)
     elif kind == _BY_TWO:
-        _few_by_two(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales)
+        _few_by_two(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales, 0, 0)
     elif kind == _INT8:
-        _few_int8(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales)
+        _few_int8(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales, 0, 0)
     elif kind == _INT4:
-        _few_int4(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales)
+        _few_int4(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales, 0, 0)
     else:
-        _few_float32(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales)
+        _few_float32(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales, 0, 0)
 
 
 @numba.njit(nogil=True, inline="always")
 def _more(kind, num_rows, x, x_stride, panel, k, y, y_stride, fetch, step, scales):  # type: ignore[no-untyped-def] # pragma: no cover
     if kind == _BFLOAT16:
-        _more_bfloat16(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step, scales)
+        _more_bfloat16(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step, scales, 0, 0)
     elif kind == _FLOAT16:
-        _more_float16(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step, scales)
+        _more_float16(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step, scales, 0, 0)
     elif kind == _BY_TWO:
-        _more_by_two(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step, scales)
+        _more_by_two(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step, scales, 0, 0)
     elif kind == _INT8:
-        _more_int8(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step, scales)
+        _more_int8(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step, scales, 0, 0)
     elif kind == _INT4:
-        _more_int4(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step, scales)
+        _more_int4(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step, scales, 0, 0)
     else:
-        _more_float32(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step, scales)
+        _more_float32(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step, scales, 0, 0)
 
 
 @numba.njit(nogil=True, inline="always")
 def _many(kind, num_rows, x, panel, k, y, y_stride, fetch, step, scales):  # type: ignore[no-untyped-def] # pragma: no cover
     if kind == _BFLOAT16:
-        _many_bfloat16(num_rows, x, 0, panel, k, y, y_stride, fetch, step, scales)
+        _many_bfloat16(num_rows, x, 0, panel, k, y, y_stride, fetch, step, scales, 0, 0)
     elif kind == _FLOAT16:
-        _many_float16(num_rows, x, 0, panel, k, y, y_stride, fetch, step, scales)
+        _many_float16(num_rows, x, 0, panel, k, y, y_stride, fetch, step, scales, 0, 0)
     elif kind == _BY_TWO:
-        _many_by_two(num_rows, x, 0, panel, k, y, y_stride, fetch, step, scales)
+        _many_by_two(num_rows, x, 0, panel, k, y, y_stride, fetch, step, scales, 0, 0)
     elif kind == _INT8:
-        _many_int8(num_rows, x, 0, panel, k, y, y_stride, fetch, step, scales)
+        _many_int8(num_rows, x, 0, panel, k, y, y_stride, fetch, step, scales, 0, 0)
     elif kind == _INT4:
-        _many_int4(num_rows, x, 0, panel, k, y, y_stride, fetch, step, scales)
+        _many_int4(num_rows, x, 0, panel, k, y, y_stride, fetch, step, scales, 0, 0)
     else:
-        _many_float32(num_rows, x, 0, panel, k, y, y_stride, fetch, step, scales)
+        _many_float32(num_rows, x, 0, panel, k, y, y_stride, fetch, step, scales, 0, 0)
 
 
 def _emit_add(builder: Any, y: Any, bias: Any) -> None:
@@ -267,6 +321,49 @@ def _num_passes(num_rows):  # type: ignore[no-untyped-def]
 def _first_row(index, num_passes, num_rows):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """Where pass `index` of as even ones as there can be begins: the first `num_rows % num_passes` have a row more."""
     return index * (num_rows // num_passes) + min(index, num_rows % num_passes)
+
+
+@numba.njit(nogil=True, inline="always")
+def _multiply_panels(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    kind, first, end, x, x_stride, num_rows, k, panels, bias, y, y_stride, scales, group
+):
+    """Panels `[first, end)`; all else of the first panel that there is."""
+    panel_bytes, scales_bytes = k * PANEL * _ITEM_BYTES[kind], (k + group - 1) // group * _OUTPUT_BYTES
+    index = first
+    while index < end:
+        panel, place, of_panel = panels + index * panel_bytes, y + index * _OUTPUT_BYTES, scales + index * scales_bytes
+        shift = bias + index * _OUTPUT_BYTES if bias else 0
+        if num_rows <= _ROWS_ABREAST and end - index >= _PANELS_ABREAST:
+            _multiply_abreast(
+                kind, x, x_stride, num_rows, k, panel, panel_bytes, shift, place, y_stride, of_panel, scales_bytes,
+                group,
+            )  # fmt: skip
+            index += _PANELS_ABREAST
+        else:
+            _multiply_panel(kind, x, x_stride, num_rows, k, panel, shift, place, y_stride, of_panel, group)
+            index += 1
+
+
+@numba.njit(nogil=True, inline="always")
+def _multiply_abreast(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    kind, x, x_stride, num_rows, k, panel, panel_bytes, bias, y, y_stride, scales, scales_bytes, group
+):
+    """As `_multiply_panel`, of several panels and hardly any rows."""
+    number_bytes, step_bytes = FLOAT_BYTES * _NUMBERS_PER_STEP[kind], PANEL * _ITEM_BYTES[kind]
+    if kind >= _INT8:
+        for index in range(num_rows):
+            for other in range(_PANELS_ABREAST):
+                _clear(y + index * y_stride + other * _OUTPUT_BYTES)
+    for begin in range(0, k, group):
+        _abreast(
+            kind, num_rows, x + begin * number_bytes, x_stride, panel + begin * step_bytes, min(group, k - begin),
+            y, y_stride, scales, panel_bytes, scales_bytes,
+        )  # fmt: skip
+        scales += _OUTPUT_BYTES
+    if bias:
+        for index in range(num_rows):
+            for other in range(_PANELS_ABREAST):
+                _add(y + index * y_stride + other * _OUTPUT_BYTES, bias + other * _OUTPUT_BYTES)
 
 
 @numba.njit(nogil=True, inline="always")
@@ -358,15 +455,8 @@ def _multiply(kind, first, end, arguments):  # type: ignore[no-untyped-def] # pr
     `[num_panels][groups][32]`.
     """
     x, x_stride, num_rows, k, panels, num_panels, bias, y, scales, group = _ten_words(arguments)
-    scales_bytes = (k + group - 1) // group * _OUTPUT_BYTES
-    y_stride, panel_bytes = num_panels * _OUTPUT_BYTES, k * PANEL * _ITEM_BYTES[kind]
-    for index in range(first, end):
-        shift = bias + index * _OUTPUT_BYTES if bias else 0
-        panel = panels + index * panel_bytes
-        place = y + index * _OUTPUT_BYTES
-        _multiply_panel(
-            kind, x, x_stride, num_rows, k, panel, shift, place, y_stride, scales + index * scales_bytes, group
-        )
+    y_stride = num_panels * _OUTPUT_BYTES
+    _multiply_panels(kind, first, end, x, x_stride, num_rows, k, panels, bias, y, y_stride, scales, group)
 
 
 @numba.njit(nogil=True, inline="always")
@@ -376,20 +466,16 @@ def _multiply_gated(kind, first, end, arguments):  # type: ignore[no-untyped-def
     `both[num_rows, 64 * num_pairs]` takes the products in between.
     """
     x, x_stride, num_rows, k, panels, num_pairs, bias, both, scales, group, y = _eleven_words(arguments)
-    scales_bytes = (k + group - 1) // group * _OUTPUT_BYTES
     both_stride, y_stride = 2 * num_pairs * _OUTPUT_BYTES, num_pairs * _OUTPUT_BYTES
-    panel_bytes = k * PANEL * _ITEM_BYTES[kind]
-    for index in range(first, end):
-        for half in range(2):
-            panel = 2 * index + half
-            shift = bias + panel * _OUTPUT_BYTES if bias else 0
-            place = both + panel * _OUTPUT_BYTES
-            _multiply_panel(
-                kind, x, x_stride, num_rows, k, panels + panel * panel_bytes, shift, place, both_stride,
-                scales + panel * scales_bytes, group,
-            )  # fmt: skip
-        for row in range(num_rows):
-            _gate(both + row * both_stride + 2 * index * _OUTPUT_BYTES, y + row * y_stride + index * _OUTPUT_BYTES)
+    at_once = _PANELS_ABREAST // 2 if num_rows <= _ROWS_ABREAST else 1
+    for begin in range(first, end, at_once):
+        behind = min(begin + at_once, end)
+        _multiply_panels(
+            kind, 2 * begin, 2 * behind, x, x_stride, num_rows, k, panels, bias, both, both_stride, scales, group
+        )
+        for index in range(begin, behind):
+            for row in range(num_rows):
+                _gate(both + row * both_stride + 2 * index * _OUTPUT_BYTES, y + row * y_stride + index * _OUTPUT_BYTES)
 
 
 def _multiply_float32(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
@@ -501,7 +587,7 @@ BY_TWO = _products(_multiply_by_two, _multiply_gated_by_two, per_step=2, rounds=
 #: Of whole numbers with scales, by their bits.
 QUANTIZED: Mapping[int, Products] = {
     8: _products(_multiply_int8, _multiply_gated_int8),
-    4: _products(_multiply_int4, _multiply_gated_int4, per_step=2),
+    4: _products(_multiply_int4, _multiply_gated_int4, per_step=vir.INT4_PER_WORD),
 }
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tandem.engine.cpu.packed_kernel import BY_TWO, PANEL, PRODUCTS, QUANTIZED
+from tandem.engine.cpu.vector_ir import INT4_PER_WORD
 from tandem.engine.huge_pages import weight_memory
 
 #: Of 4 bits, so many weights of an output have a scale in common.
@@ -77,13 +78,14 @@ class Panels:
         self.num_steps = self.group = self._num_in // 2
 
     def quantize(self, rounding: Rounding) -> None:
-        """Round the weights to whole numbers of 8 bits, or of 4 if K and the groups are even."""
-        bits = 8 if self._num_in % 2 or rounding.group % 2 else rounding.bits
+        """Round the weights to whole numbers of 8 bits, or of 4 if words of eight fit into K and into the groups."""
+        bits = 8 if self._num_in % INT4_PER_WORD or rounding.group % INT4_PER_WORD else rounding.bits
         group = self._num_in if bits == 8 else min(rounding.group, self._num_in)
         cuts = _EXACT_CUTS if rounding.is_exact else _CUTS
         num_groups = -(-self._num_in // group)
-        per_byte = 8 // bits
-        numbers = weight_memory.empty(self.num, self._num_in // per_byte, PANEL, dtype=torch.uint8)
+        products = QUANTIZED[bits]
+        dtype = torch.int8 if bits == 8 else torch.int32
+        numbers = weight_memory.empty(self.num, self._num_in // products.per_step, PANEL, dtype=dtype)
         scales = weight_memory.empty(self.num, num_groups, PANEL, dtype=torch.float32)
         num_at_once = max(1, _AT_ONCE // (self._num_in * PANEL))
         for begin in range(0, self.num, num_at_once):
@@ -91,10 +93,10 @@ class Panels:
             wide = nn.functional.pad(self.numbers[those].float(), (0, 0, 0, num_groups * group - self._num_in))
             found, rounded = _round(wide.view(len(wide), num_groups, group, PANEL), bits, cuts)
             scales[those] = found.squeeze(2)
-            whole = rounded.view(len(wide), -1, PANEL)[:, : self._num_in].to(torch.int16)
-            numbers[those] = whole.to(torch.int8).view(torch.uint8) if bits == 8 else _pack_halves(whole)
+            whole = rounded.view(len(wide), -1, PANEL)[:, : self._num_in].to(dtype)
+            numbers[those] = whole if bits == 8 else _in_words(whole)
         self.place(numbers, scales)
-        self.products = QUANTIZED[bits]
+        self.products = products
         self.num_steps, self.group = self._num_in // self.products.per_step, group // self.products.per_step
 
 
@@ -115,7 +117,10 @@ def _round(weights: torch.Tensor, bits: int, cuts: Sequence[float]) -> tuple[tor
     return best, (weights / best).round().clamp(-most - 1, most)
 
 
-def _pack_halves(whole: torch.Tensor) -> torch.Tensor:
-    """`[P, K, 32]` from -8 to 7 as bytes `[P, K / 2, 32]`: each number plus eight, of two the first one below."""
-    halves = (whole + 8).view(len(whole), -1, 2, PANEL)
-    return (halves[:, :, 0] | (halves[:, :, 1] << 4)).to(torch.uint8)
+def _in_words(whole: torch.Tensor) -> torch.Tensor:
+    """`[P, K, 32]` from -8 to 7 as int32 `[P, K / 8, 32]`: four bits each, of eight the first one lowest."""
+    of_words = (whole & 15).view(len(whole), -1, INT4_PER_WORD, PANEL)
+    words = of_words[:, :, 0].clone()
+    for index in range(1, INT4_PER_WORD):
+        words |= of_words[:, :, index] << (4 * index)
+    return words

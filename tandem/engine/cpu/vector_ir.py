@@ -20,6 +20,8 @@ from tandem.core.dtypes import KV_SCALE_BYTES
 from tandem.engine.huge_pages import FLOAT_BYTES
 
 SHORT_BYTES = 2
+#: Whole numbers of 4 bits that lie in a word of 32.
+INT4_PER_WORD = 8
 
 #: What pages of K and V hold, as kernels are told it; bytes of a number, and of the scale behind those of a head.
 FLOAT32, BFLOAT16, INT8 = range(3)
@@ -155,6 +157,11 @@ def advance(builder: Any, address: Any, stride: Any, count: Any) -> Any:
     return builder.add(address, builder.mul(stride, steps))
 
 
+def unknown(builder: Any, value: Any) -> Any:
+    """The same, of which LLVM knows nothing: a loop of so many steps stays one."""
+    return builder.asm(ir.FunctionType(value.type, [value.type]), "", "=r,0", [value], False)
+
+
 def load_real(builder: Any, address: Any) -> Any:
     return builder.load(builder.inttoptr(address, REAL.as_pointer()))
 
@@ -226,19 +233,23 @@ class Vectors:
         bytes_.align = alignment
         return builder.sitofp(builder.sext(bytes_, self._integers), self.type)
 
-    def load_int4(self, builder: Any, address: Any, *, alignment: int) -> tuple[Any, Any]:
-        """The lower and the upper halves of bytes, which hold each number plus eight."""
-        bytes_ = builder.load(builder.inttoptr(address, ir.VectorType(_BYTE, self.lanes).as_pointer()))
-        bytes_.align = alignment
-        both = builder.zext(bytes_, self._integers)
-        halves = builder.and_(both, self.integers(15)), builder.lshr(both, self.integers(4))
-        if self.lanes == _WIDE:  # a table in a register; what is above the lower half of an index does not count
+    def load_integers(self, builder: Any, address: Any, *, alignment: int = FLOAT_BYTES) -> Any:
+        """As many integers of 32 bits as there are lanes."""
+        loaded = builder.load(builder.inttoptr(address, self._integers.as_pointer()))
+        loaded.align = alignment
+        return loaded
+
+    def lowest_int4(self, builder: Any, words: Any) -> Any:
+        """The whole numbers that the lowest four bits of each word are."""
+        if self.lanes == _WIDE:  # a table in a register; what is above the lowest bits of an index does not count
             signature = ir.FunctionType(self.type, [self.type, self._integers])
             look_up = cgutils.get_or_insert_function(builder.module, signature, "llvm.x86.avx512.permvar.sf.512")
-            table = self.constant([float(number - 8) for number in range(16)])
-            return builder.call(look_up, [table, both]), builder.call(look_up, [table, halves[1]])
-        low, high = (builder.fsub(builder.sitofp(half, self.type), self.constant(8.0)) for half in halves)
-        return low, high
+            table = self.constant([float(number if number < 8 else number - 16) for number in range(16)])
+            return builder.call(look_up, [table, words])
+        return builder.sitofp(builder.ashr(builder.shl(words, self.integers(28)), self.integers(28)), self.type)
+
+    def without_lowest_int4(self, builder: Any, words: Any) -> Any:
+        return builder.lshr(words, self.integers(4))
 
     def store(self, builder: Any, value: Any, address: Any) -> None:
         builder.store(value, builder.inttoptr(address, self.type.as_pointer())).align = FLOAT_BYTES
@@ -262,12 +273,6 @@ class Vectors:
         unset = ir.Constant(self.type, ir.Undefined)
         first = builder.insert_element(unset, number, ir.Constant(_INDEX, 0))
         return builder.shuffle_vector(first, unset, self.integers(0))
-
-    def load_integers(self, builder: Any, address: Any) -> Any:
-        """As many integers of 32 bits as there are lanes."""
-        loaded = builder.load(builder.inttoptr(address, self._integers.as_pointer()))
-        loaded.align = FLOAT_BYTES
-        return loaded
 
     def spread_integer(self, builder: Any, number: Any) -> Any:
         """The low 32 bits of a word, in all lanes."""

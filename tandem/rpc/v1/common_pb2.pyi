@@ -468,7 +468,7 @@ class WorkerStatus(_message.Message):
     late_masks: _builtins.int
     """since start: how often a step went on without an output whose mask was not there"""
     slow_grammars: _builtins.int
-    """since start: outputs that ended as their grammars took too much computation"""
+    """since start: how often a grammar took too much computation"""
     page_network: _builtins.str
     """interface and address by which pages come and go; empty: not said by the user"""
     mixed_steps: _builtins.int

@@ -52,7 +52,7 @@ TINY_PROMPTS = PromptSizes(
 )  # fmt: skip
 
 TINY_WEIGHTS = WeightSizes(
-    in_features=130, out_features=64, rows=(1, 8, 20), cold_bytes=1 << 16, rounds=1, limit_steps=100
+    in_features=136, out_features=64, rows=(1, 8, 20), cold_bytes=1 << 16, rounds=1, limit_steps=100
 )  # fmt: skip
 
 # Two libraries for products, two for reading; the best: 100 GFLOP/s and 20 GB/s.
@@ -308,9 +308,9 @@ def test_a_small_run_gives_finite_figures(tmp_path: Path, capfd: pytest.CaptureF
 @pytest.mark.long
 def test_each_type_of_weights_is_counted_in_its_bytes() -> None:
     runs = measure_weights(1, replace(TINY_WEIGHTS, rows=(1,)), str)
-    bytes_of = {run.weights: run.work.num_bytes - 4 * 130 for run in runs}
-    # 64 outputs of 130 inputs; scales for each output, and of int4 for 128 inputs and the two behind them.
-    num = 64 * 130
+    bytes_of = {run.weights: run.work.num_bytes - 4 * 136 for run in runs}
+    # 64 outputs of 136 inputs; scales for each output, and of int4 for 128 inputs and the eight behind them.
+    num = 64 * 136
     expected = {"float32": 4 * num, "bfloat16": 2 * num, "int8": num + 4 * 64, "int4": num // 2 + 2 * 4 * 64}
     assert {name: bytes_of[name] for name in expected} == expected
     assert (BY_TWO in bytes_of) is has_bfloat16_products()

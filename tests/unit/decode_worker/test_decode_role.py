@@ -575,7 +575,8 @@ def test_masks_that_are_late_behind_right_guesses_cost_no_token(monkeypatch: pyt
 
     def late(_: Guides, guides: Sequence[Guide | None], *, awaits_one: bool) -> set[int]:
         nonlocal num_left_out
-        found = {at for at in range(len(guides)) if rng.random() < 0.4} if not awaits_one or rng.random() < 0.5 else set()
+        is_calm = awaits_one and rng.random() < 0.5
+        found = set() if is_calm else {at for at in range(len(guides)) if rng.random() < 0.4}
         num_left_out += len(found) if awaits_one else 0  # else the step has given a token before
         return found
 

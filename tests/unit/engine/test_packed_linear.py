@@ -102,13 +102,15 @@ def weights_of(packed: PackedLinear) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize(("num_out", "num_in"), [(32, 8), (96, 768), (50, 18), (200, 300), (33, 129), (64, 256)])
+@pytest.mark.parametrize(
+    ("num_out", "num_in"), [(32, 8), (96, 768), (50, 18), (50, 24), (200, 296), (33, 129), (64, 256)]
+)
 def test_whole_numbers_are_near_and_each_row_is_its_own(num_out: int, num_in: int, bits: int) -> None:
-    """An odd K, which 4 bits do not go into, gets 8."""
+    """A K into which words of eight numbers of 4 bits do not go gets 8."""
     weight, bias = draw(num_out, num_in, seed=1), draw(num_out, seed=2)
     packed = quantized(weight, bits, bias)
     rounded = weights_of(quantized(weight, bits))
-    bits = 8 if num_in % 2 else bits
+    bits = 8 if num_in % 8 else bits
     group = num_in if bits == 8 else 128
     for begin in range(0, num_in, group):
         those = slice(begin, begin + group)

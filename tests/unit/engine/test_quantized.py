@@ -87,7 +87,7 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_heads_and_what_else_is_plain_stay_as_they_are(quantized: Path) -> None:
     engine = helpers.load_engine(quantized)
-    assert {str(panels.numbers.dtype) for panels in panels_of(engine)} == {"torch.uint8", "torch.float16"}
+    assert {str(panels.numbers.dtype) for panels in panels_of(engine)} == {"torch.int32", "torch.float16"}
     assert not [module for module in engine._model.modules() if isinstance(module, StoredLinear)]
 
 

@@ -41,6 +41,8 @@ class Point(Protocol):
 
 P = TypeVar("P", bound=Point)
 
+OUT = "--out"  # the option that says where the files lie
+
 
 def seed_of_name(name: str) -> int:
     """One that no other name has, nor a name that is alike one near it."""
@@ -71,7 +73,7 @@ class Comparisons:
     def held(self, point: Point) -> dict[str, Any] | None:
         """What its file says; `None`: it has none. Raises `ConfigError` where that is none of a comparison."""
         path = self.path(point)
-        return read(path) if path.exists() else None
+        return read(path, OUT) if path.exists() else None
 
     @property
     def names(self) -> set[str]:
@@ -113,6 +115,7 @@ class Comparisons:
             {**self.settings(plan, model.directory), "point": asdict(point)},
             digests=self.digests(),
             is_fresh=self.is_fresh or is_outdated,
+            option=OUT,
         )
         return await compare(
             Comparison(

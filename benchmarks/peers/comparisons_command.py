@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from benchmarks.peers.__main__ import add_place_options, in_loop, place_of, settings_of
-from benchmarks.peers.comparisons import Comparisons
+from benchmarks.peers.comparisons import OUT, Comparisons
 from benchmarks.peers.models import ROOT
 from benchmarks.peers.servers import CONTESTANTS, TANDEM_COLOCATED, chosen_contestants
 
@@ -41,7 +41,7 @@ def add_comparison_options(parser: argparse.ArgumentParser, what: Any, directory
     what.add_argument("--dry-run", action="store_true", help="list the points and what is done of them, and end")
     where = parser.add_argument_group("with what and where")
     add_place_options(where)
-    where.add_argument("--out", type=Path, default=ROOT / directory, metavar="DIR",
+    where.add_argument(OUT, type=Path, default=ROOT / directory, metavar="DIR",
                        help=f"a file for each point (default: {directory})")  # fmt: skip
     where.add_argument("--fresh", action="store_true", help="measure all anew; what the files hold is lost")
 

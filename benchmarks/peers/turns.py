@@ -162,6 +162,7 @@ class Measured:
     goodput: list[dict[str, Any]] = field(default_factory=list)
     answers: list[dict[str, Any]] = field(default_factory=list)
     num_outdated: int = 0  # runs and searches that `opened` left out
+    option: str = "--json"  # of the command, which says where the file lies
 
     @classmethod
     def opened(
@@ -171,8 +172,9 @@ class Measured:
         *,
         digests: Mapping[str, str] | None = None,
         is_fresh: bool = False,
+        option: str = "--json",
     ) -> Measured:
-        """What `path` holds already, unless all is to be measured anew.
+        """What `path` holds already, unless all is to be measured anew. Errors name `option`.
 
         `digests` are of the code that contestants have now: what one of these did with other code, or with code that
         was not recorded, counts as not measured. It is gone from the file when something new is written.
@@ -181,20 +183,20 @@ class Measured:
             ConfigError: it is no such file, or was measured with other settings.
         """
         if is_fresh or not path.exists():
-            return cls(path, settings)
-        content = read(path)
+            return cls(path, settings, option=option)
+        content = read(path, option)
         held = content["settings"]
         differences = list(_differences(held, settings))
         if differences:
             raise ConfigError(
-                f"{path} was measured otherwise ({'; '.join(differences)}): name another file with --json, or measure "
-                "all anew with --fresh",
-                key="--json",
+                f"{path} was measured otherwise ({'; '.join(differences)}): name another place with {option}, or "
+                "measure all anew with --fresh",
+                key=option,
             )
         lists = [content[name] for name in ("runs", "goodput", "answers")]
         runs, goodput, answers = ([item for item in items if is_current(item, digests or {})] for items in lists)
         num_outdated = len(lists[0]) + len(lists[1]) - len(runs) - len(goodput)
-        return cls(path, _merged(held, settings), runs, goodput, answers, num_outdated)
+        return cls(path, _merged(held, settings), runs, goodput, answers, num_outdated, option)
 
     @property
     def done(self) -> set[RunKey]:
@@ -228,7 +230,7 @@ class Measured:
             new.write_text(self._encoded())
             os.replace(new, self.path)
         except OSError as error:
-            raise ConfigError(f"the results cannot be written: {error}", key="--json") from error
+            raise ConfigError(f"the results cannot be written: {error}", key=self.option) from error
 
     def _encoded(self) -> str:
         """JSON with one line for each run, so that a version control system shows which runs are new."""
@@ -237,9 +239,9 @@ class Measured:
         return head[:-2] + "".join(f',\n "{name}": {_lines(items)}' for name, items in lists.items()) + "\n}\n"
 
 
-def read(path: Path) -> dict[str, Any]:
-    """Raises `ConfigError` where it is no file of a comparison."""
-    return json_file.read_format(path, FORMAT, "a comparison", key="--json")
+def read(path: Path, option: str = "--json") -> dict[str, Any]:
+    """Raises `ConfigError`, which names `option`, where it is no file of a comparison."""
+    return json_file.read_format(path, FORMAT, "a comparison", key=option)
 
 
 def is_current(item: dict[str, Any], digests: Mapping[str, str]) -> bool:

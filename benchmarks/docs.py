@@ -57,7 +57,7 @@ from benchmarks.paper.section import section as paper_section
 from benchmarks.parts import figures as parts
 from benchmarks.peers import figures as figures
 from benchmarks.peers.figures import Goal, Run
-from benchmarks.peers.goodput_figures import goodput_ratio_words, open_end
+from benchmarks.peers.goodput_figures import GoodputRatio, rate_words, ratio_words
 from benchmarks.peers.origin import (
     PEERS,
     TITLES,
@@ -92,6 +92,7 @@ from benchmarks.studies.page import page as studies_page
 from benchmarks.studies.page import plots as studies_plots
 from benchmarks.text import wrapped
 from tandem.bench.other_load import QUIET_CORES
+from tandem.bench.rate_search import RateSearch
 from tandem.bench.repetitions import Spread, spread
 from tandem.bench.report.json_file import read_format
 from tandem.core.errors import ConfigError
@@ -286,7 +287,8 @@ def _goodput_section(content: dict[str, Any]) -> Iterator[str]:
     yield f"The highest Poisson rate at which {load['share']:.0%} of all requests have a TTFT of at most"
     yield f"{load['slo_ttft_s']:g} s and a TPOT of at most {load['slo_tpot_s'] * 1e3:g} ms: the first"
     yield f"{load['num_requests']} requests of `{load['trace']}`, lengths times {load['scale_lengths']:g}. One search"
-    yield "of each server, so nothing is known of the spread; ≥ where no rate was found that is too high."
+    yield "of each server, so nothing is known of the spread; ≥ where no rate was found that is too high. In brackets"
+    yield "is between which bounds the ratio lies, by the highest rates that were kept and the lowest that were not."
     yield ""
     yield f"| | requests/s | ratio to {TITLES[BASELINE]} | goal |"
     yield "|---|---|---|---|"
@@ -294,10 +296,11 @@ def _goodput_section(content: dict[str, Any]) -> Iterator[str]:
         if contestant not in found:
             continue
         search = found[contestant]
-        rate = f"{open_end(search)}{search['goodput_per_s'] or 0.0:.2f}"
         goal = figures.GOODPUT_GOAL if contestant == "tandem" else None
-        is_ours = base is not None and contestant != BASELINE
-        yield _row(title, [rate, *(goodput_ratio_words(search, base, goal) if base and is_ours else ("", ""))])
+        words = ("", "")
+        if base is not None and contestant != BASELINE:
+            words = ratio_words(GoodputRatio.of(search, base, RateSearch.precision), goal)
+        yield _row(title, [rate_words(search, RateSearch.precision), *words])
 
 
 def _answers_section(answers: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from benchmarks.goodput.points import ALONE, TYPES, Point
 from benchmarks.goodput.slo import LENGTHS, SloByPrompt
 from benchmarks.grid.figures import COLOCATED, PEER, TANDEM, geometric_mean
 from benchmarks.peers.figures import GOODPUT_GOAL, Run
-from benchmarks.peers.goodput_figures import goodput_ratio, goodput_ratio_words, open_end
+from benchmarks.peers.goodput_figures import GoodputRatio, rate_words, ratio_words
 from benchmarks.peers.origin import TITLES, codes_of, hardware_words, hours, listed, reservations
 from benchmarks.text import wrapped
 
@@ -56,8 +56,10 @@ def _introduction(contents: Sequence[Content]) -> str:
         f"measured. Measured by {COMMAND} on {when}, on {hardware_words(settings['machine'])}; Tandem at "
         f"{', '.join(codes_of(TANDEM, items))}{peer}. Tandem is one prefill and one decode worker, Tandem colocated "
         "two workers of which each computes its prompts itself. One search of each, so nothing is known of the spread; "
-        "≥ where no rate was found that is too high, < where none was kept, and in brackets where the time of the "
-        f"search was up before it knew better. Searches that lie more than {hours()} apart have no ratio."
+        "≥ where no rate was found that is too high, < where none was kept, and in brackets from which rate it fails "
+        "where the time of the search was up before it knew better. A ratio lies between the bounds beside it, by the "
+        "highest rates that were kept and the lowest that were not; the goal is judged where both bounds are on one "
+        f"side of it. Searches that lie more than {hours()} apart have no ratio."
     )
 
 
@@ -65,7 +67,7 @@ def _rates(found: dict[Point, Content]) -> Iterator[str]:
     titles = [TITLES[name] for name in _SERVERS]
     yield f"| mix | type | {' | '.join(titles)} | {titles[0]} over vLLM | goal | over colocated |"
     yield f"|---|---|{'---|' * (len(titles) + 3)}"
-    ratios, num_judged, num_reached = [], 0, 0
+    ratios: list[GoodputRatio] = []
     for mix in MIXES:
         for dtype in TYPES:
             content = found.get(Point(mix.name, dtype))
@@ -74,30 +76,37 @@ def _rates(found: dict[Point, Content]) -> Iterator[str]:
             ours, peer, colocated = (searches.get(name) for name in (TANDEM, PEER, COLOCATED))
             over_peer, judgement, over_colocated = "", "", ""
             if ours is not None and peer is not None:
-                over_peer, judgement = goodput_ratio_words(ours, peer, GOODPUT_GOAL)
-                ratio = goodput_ratio(ours, peer)
-                if ratio and not open_end(ours) + open_end(peer):  # a bound is no ratio
+                ratio = GoodputRatio.of(ours, peer, precision)
+                over_peer, judgement = ratio_words(ratio, GOODPUT_GOAL)
+                if ratio is not None:
                     ratios.append(ratio)
-                num_judged, num_reached = num_judged + bool(judgement), num_reached + judgement.endswith(": reached")
             if ours is not None and colocated is not None:
-                over_colocated, _ = goodput_ratio_words(ours, colocated, None)
+                over_colocated, _ = ratio_words(GoodputRatio.of(ours, colocated, precision), None)
             rates = [_rate(searches.get(name), precision) for name in _SERVERS]
             yield f"| {mix.name} | {dtype} | {' | '.join([*rates, over_peer, judgement, over_colocated])} |"
-    if num_judged:
+    if ratios:
         yield ""
-        mean = f"; the geometric mean of the ratios that are known is {geometric_mean(ratios):.2f}" if ratios else ""
-        goal = f"The goal, {GOODPUT_GOAL.bound:g} times vLLM's"
-        yield from wrapped(f"{goal}, is reached in {num_reached} of {num_judged}{mean}.")
+        yield from wrapped(_sum_of(ratios))
+
+
+def _sum_of(ratios: Sequence[GoodputRatio]) -> str:
+    """In how many the goal is reached, and their mean, of at least one."""
+    judgements = [ratio.judged(GOODPUT_GOAL) for ratio in ratios]
+    num_reached, num_undecided = (
+        sum(judgement.endswith(end) for judgement in judgements) for end in (": reached", ": undecided")
+    )
+    known = [ratio.best for ratio in ratios if ratio.best is not None]
+    text = f"The goal, {GOODPUT_GOAL.bound:g} times vLLM's, is reached in {num_reached} of {len(ratios)}"
+    text += f", undecided in {num_undecided}." if num_undecided else "."
+    if known:
+        text += f" The geometric mean of the ratios that are known is {geometric_mean(known):.2f}."
+    if known and len(known) < len(ratios):
+        text += f" {len(ratios) - len(known)} of {len(ratios)} are known too roughly and are not in it."
+    return text
 
 
 def _rate(search: Run | None, precision: float) -> str:
-    if search is None:
-        return NOT_MEASURED
-    best, worst = search["goodput_per_s"], search["failed_from_per_s"]
-    if not best:
-        return f"< {worst:.2f}"
-    is_close = worst is None or worst <= best * precision
-    return f"{open_end(search)}{best:.2f}" + ("" if is_close else f" (fails from {worst:.2f})")
+    return NOT_MEASURED if search is None else rate_words(search, precision)
 
 
 def _mixes() -> Iterator[str]:

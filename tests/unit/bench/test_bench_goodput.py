@@ -340,16 +340,16 @@ def test_the_section_has_a_row_for_each_mix_and_type_and_says_what_was_not_measu
         content(Point("code"), searches=[search("peer-colocated", 1.0, 1.09)]),
     )
     none = "not measured"
-    assert row(page, "chats", "float32") == "| chats | float32 | 3.00 | 4.00 | 1.50 | 2.00 | ≥ 1.5: reached | 0.75 |"
-    missed = f"| chats | bfloat16 | 3.00 | {none} | 2.50 | 1.20 | ≥ 1.5: **missed** |  |"
+    reached = "3.00 | 4.00 | 1.50 | 2.00 (1.88 to 2.13) | ≥ 1.5: reached | 0.75 (0.70 to 0.80)"
+    assert row(page, "chats", "float32") == f"| chats | float32 | {reached} |"
+    missed = f"| chats | bfloat16 | 3.00 | {none} | 2.50 | 1.20 (1.11 to 1.28) | ≥ 1.5: **missed** |  |"
     assert row(page, "chats", "bfloat16") == missed
     assert row(page, "code", "float32") == f"| code | float32 | {none} | {none} | 1.00 |  |  |  |"
     for mix in MIXES[2:]:
         for dtype in TYPES:
             assert row(page, mix.name, dtype) == f"| {mix.name} | {dtype} | {none} | {none} | {none} |  |  |  |"
     flowing = page.replace("\n", " ")
-    assert "The goal, 1.5 times vLLM's, is reached in 1 of 2; the geometric mean of the ratios that" in flowing
-    assert " known is 1.55." in flowing
+    assert "is reached in 1 of 2. The geometric mean of the ratios that are known is 1.55." in flowing
     assert "| mostly-short | 7 of 8: 96 / 64, 1 of 8: 2,048 / 64 |" in page
     assert "Warning" not in page
 
@@ -359,14 +359,28 @@ def test_a_search_that_does_not_know_says_so() -> None:
         content(Point("chats"), searches=[search("tandem", 3.0, None), search("peer-colocated", 2.5, 2.7)]),
         content(Point("code"), searches=[search("tandem", 3.0, 4.0), search("peer-colocated", None, 0.5)]),
         content(Point("long-outputs"), searches=[search("tandem", None, 0.5), search("peer-colocated", 1.0, 1.1)]),
+        content(Point("mostly-short"), searches=[search("tandem", 1.4, 2.8), search("peer-colocated", 1.0, 1.1)]),
     )
     cells = row(page, "chats", "float32").split(" | ")
-    assert (cells[2], *cells[5:7]) == ("≥ 3.00", "≥ 1.20", "≥ 1.5: undecided")
+    assert (cells[2], *cells[5:7]) == ("≥ 3.00", "> 1.11", "≥ 1.5: undecided")
     cells = row(page, "code", "float32").split(" | ")
-    assert (cells[2], *cells[4:7]) == ("3.00 (fails from 4.00)", "< 0.50", "", "")
+    assert (cells[2], *cells[4:7]) == ("3.00 (fails from 4.00)", "< 0.50", "> 6.00", "≥ 1.5: reached")
     cells = row(page, "long-outputs", "float32").split(" | ")
-    assert (cells[2], *cells[5:7]) == ("< 0.50", "0.00", "≥ 1.5: **missed**")
-    assert "is reached in 0 of 2." in page, "bounds have no mean"
+    assert (cells[2], *cells[5:7]) == ("< 0.50", "< 0.50", "≥ 1.5: **missed**")
+    cells = row(page, "mostly-short", "float32").split(" | ")
+    assert (cells[2], *cells[5:7]) == ("1.40 (fails from 2.80)", "1.27 to 2.80", "≥ 1.5: undecided")
+    assert "is reached in 1 of 4, undecided in 2." in page.replace("\n", " ")
+    assert "geometric mean" not in page, "bounds have none"
+
+
+def test_the_mean_is_of_searches_that_know_and_says_what_it_leaves_out() -> None:
+    page = text(
+        content(Point("chats"), searches=[search("tandem", 3.0, 3.2), search("peer-colocated", 1.5, 1.6)]),
+        content(Point("code"), searches=[search("tandem", 1.4, 2.8), search("peer-colocated", 1.0, 1.1)]),
+        content(Point("long-outputs"), searches=[search("tandem", None, 0.5), search("peer-colocated", 1.0, 1.1)]),
+    ).replace("\n", " ")
+    assert "The geometric mean of the ratios that are known is 2.00." in page
+    assert "2 of 3 are known too roughly and are not in it." in page
 
 
 def test_requests_alone_are_told_and_whose_make_the_targets() -> None:
@@ -472,8 +486,10 @@ async def test_requests_alone_then_a_mix_and_its_resumption(tmp_path: Path, monk
     # Another effort is another measurement.
     tiny.effort = replace(tiny.effort, max_probes=2)
     assert not tiny.is_done(mix)
-    with pytest.raises(ConfigError, match=r"goodput\.max_probes is 3 there and 2 here"):
+    reason = r"goodput\.max_probes is 3 there and 2 here\): name another place with --out"
+    with pytest.raises(ConfigError, match=reason) as refused:
         await tiny.measure()
+    assert refused.value.key == "--out"
 
 
 @pytest.mark.faults

@@ -142,8 +142,8 @@ def test_the_page_has_ratios_beside_goals() -> None:
     assert "- Tandem: share of prompt tokens handed off 0.60 (0.60 to 0.60); goal ≥ 0.5: reached" in lines
     assert "- Tandem: p99 gap of tokens 1 to 2 over mean TPOT 3.00 (3.00 to 3.00)" in lines
     assert "- greedy outputs of Tandem and vLLM, one engine: 9 of 12 the same text" in lines
-    assert "| Tandem | 3.00 | 1.20 | ≥ 1.5: **missed** |" in lines
-    assert "| vLLM, one engine | 2.50 |  |  |" in lines
+    assert "| Tandem | 3.00 (fails from 9.00) | 0.33 to 3.60 | ≥ 1.5: undecided |" in lines
+    assert "| vLLM, one engine | 2.50 (fails from 9.00) |  |  |" in lines
 
 
 def test_what_was_not_measured_is_not_on_the_page() -> None:
@@ -217,16 +217,21 @@ def test_a_file_from_before_these_were_recorded_is_read() -> None:
 @pytest.mark.parametrize(
     ("ours", "other", "row"),
     [
-        ((4.0, None), (2.0, 2.1), "| ≥ 4.00 | ≥ 2.00 | ≥ 1.5: reached |"),
-        ((2.0, None), (2.0, 2.1), "| ≥ 2.00 | ≥ 1.00 | ≥ 1.5: undecided |"),
-        ((4.0, 4.1), (2.0, None), "| 4.00 | ≤ 2.00 | ≥ 1.5: undecided |"),
-        ((2.0, 2.1), (2.0, None), "| 2.00 | ≤ 1.00 | ≥ 1.5: **missed** |"),
-        ((4.0, None), (2.0, None), "| ≥ 4.00 | unknown |  |"),
-        ((4.0, 4.1), (None, 0.1), "| 4.00 |  |  |"),
+        ((4.0, None), (2.0, 2.1), "| ≥ 4.00 | > 1.90 | ≥ 1.5: reached |"),
+        ((2.0, None), (2.0, 2.1), "| ≥ 2.00 | > 0.95 | ≥ 1.5: undecided |"),
+        ((4.0, 4.1), (2.0, None), "| 4.00 | < 2.05 | ≥ 1.5: undecided |"),
+        ((2.0, 2.1), (2.0, None), "| 2.00 | < 1.05 | ≥ 1.5: **missed** |"),
+        ((4.0, None), (2.0, None), "| ≥ 4.00 | unknown | ≥ 1.5: undecided |"),
+        ((4.0, 4.1), (None, 0.1), "| 4.00 | > 40.00 | ≥ 1.5: reached |"),
+        ((None, 0.1), (2.0, 2.1), "| < 0.10 | < 0.05 | ≥ 1.5: **missed** |"),
+        ((1.4, 2.8), (1.0, 1.05), "| 1.40 (fails from 2.80) | 1.33 to 2.80 | ≥ 1.5: undecided |"),
+        ((3.2, 3.3), (1.0, 2.0), "| 3.20 | 1.60 to 3.30 | ≥ 1.5: reached |"),
+        ((3.1, 3.2), (2.0, 2.1), "| 3.10 | 1.55 (1.48 to 1.60) | ≥ 1.5: undecided |"),
+        ((4.0, 4.1), (2.0, 2.1), "| 4.00 | 2.00 (1.90 to 2.05) | ≥ 1.5: reached |"),
     ],
 )
-def test_a_search_without_an_upper_end_gives_a_bound(
-    ours: tuple[float, float | None], other: tuple[float | None, float | None], row: str
+def test_a_ratio_is_as_well_known_as_both_searches_and_its_bounds_decide(
+    ours: tuple[float | None, float | None], other: tuple[float | None, float | None], row: str
 ) -> None:
     found = content(goodput=(("tandem", ours[0]), ("peer-colocated", other[0])))
     for search, (_, failed_from) in zip(found["goodput"], (ours, other), strict=True):
@@ -239,7 +244,7 @@ def test_a_search_without_an_upper_end_gives_a_bound(
 def test_searches_hours_apart_have_no_ratio() -> None:
     found = content(goodput=(("tandem", 3.0), ("peer-colocated", 2.0)))
     found["goodput"][0]["date"] = "2026-01-05T03:00:00+00:00"
-    assert "| Tandem | 3.00 | more than 2 hours apart |  |" in docs.page(found)
+    assert "| Tandem | 3.00 (fails from 9.00) | more than 2 hours apart |  |" in docs.page(found)
 
 
 def test_the_page_says_where_answers_part() -> None:
@@ -251,8 +256,8 @@ def test_the_page_says_where_answers_part() -> None:
 
 def test_a_search_without_a_rate_is_no_division_by_zero() -> None:
     page = docs.page(content(goodput=(("tandem", 3.0), ("peer-colocated", None))))
-    assert "| Tandem | 3.00 |  |  |" in page
-    assert "| vLLM, one engine | 0.00 |  |  |" in page
+    assert "| Tandem | 3.00 (fails from 9.00) | > 0.33 | ≥ 1.5: undecided |" in page
+    assert "| vLLM, one engine | < 9.00 |  |  |" in page
 
 
 def of_parts(*found: Figure, other_cores: float = 0.0) -> dict[str, Any]:

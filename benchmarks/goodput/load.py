@@ -13,7 +13,9 @@ from tandem.bench.load.trace_entry import TraceEntry
 from tandem.bench.rate_search import RateSearch
 
 SHARE = 0.9
-_LENGTH = ProbeLength(least=60, least_s=20.0, most=1200)
+#: As few requests as let a rate of one a second be searched in two minutes. Four rounds of the mix with the fewest long
+#: prompts: these are still more than may be served badly, however long the probe.
+_LENGTH = ProbeLength(least=32, least_s=20.0, most=1200)
 
 
 @dataclass(frozen=True)
@@ -21,11 +23,16 @@ class Effort:
     """How carefully it is searched.
 
     Attributes:
+        num_at_once: it begins at the rate at which a server has so many requests at a time, as slow as they may be.
+        step: from one rate to the next until one is kept and one is not. Its fourth root is below `precision`: so two
+            more probes are enough.
         precision: the lowest rate that fails is at most so many times the highest that does not.
         max_s: no rate is tried after so many seconds of load, whatever is not known by then.
     """
 
     length: ProbeLength = _LENGTH
+    num_at_once: int = 8
+    step: float = 1.45
     precision: float = 1.1
     max_probes: int = 16
     max_s: float = 120.0
@@ -46,13 +53,14 @@ class MixLoad:
 
     @property
     def start_rate(self) -> float:
-        """Requests a second at which prompts alone, one after the other, fill the server that was asked alone.
+        """Requests a second at which a server would have `num_at_once` at a time (Little's law), if each took as long
+        as alone to its first token, and then as long a token as it may.
 
-        It is more than that server keeps. A rate far too high fails in seconds, one that is kept takes a whole probe:
-        so a search is short that begins above.
+        That is near what a server of two cores keeps. A rate far above would not do: what is wrong with a request is
+        known when it has ended, and with many at a time that takes longer than a whole probe that is kept.
         """
-        alone_s = [self.slo.alone_s(entry.num_input) for entry in self.entries]
-        return round(len(alone_s) / math.fsum(alone_s), 3)
+        seconds = [self.slo.alone_s(entry.num_input) + self.slo.tpot_s * entry.num_output for entry in self.entries]
+        return round(self.effort.num_at_once * len(seconds) / math.fsum(seconds), 3)
 
     def settings(self) -> dict[str, Any]:
         """As JSON reads it back."""
@@ -69,5 +77,5 @@ class MixLoad:
     def search(self) -> GoodputSearch:
         """One that has not begun."""
         effort = self.effort
-        rates = RateSearch(self.start_rate, precision=effort.precision, max_probes=effort.max_probes)
+        rates = RateSearch(self.start_rate, precision=effort.precision, max_probes=effort.max_probes, step=effort.step)
         return GoodputSearch(self.slo, SHARE, rates, effort.length, effort.max_s)

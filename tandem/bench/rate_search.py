@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 @dataclass
 class RateSearch:
-    """Doubles from `rate` while it goes well, then bisects (geometrically, as rates are ratios).
+    """Goes from `rate` up while that goes well, or down until it does, by `step` each time, then bisects
+    (geometrically, as rates are ratios).
 
     It is done when the bounds lie within `precision` of each other, or `max_probes` were told.
     """
@@ -19,10 +20,11 @@ class RateSearch:
     best: float = 0.0  # the highest that went well; 0: none has
     worst: float = math.inf  # the lowest that did not
     num_probes: int = 0
+    step: float = 2.0  # where a rate near the limit is known a smaller one leaves less to bisect
 
     def __post_init__(self) -> None:
-        if self.rate <= 0 or self.precision <= 1 or self.max_probes < 1:
-            raise ValueError("a search needs a rate above 0, a precision above 1 and a probe")
+        if self.rate <= 0 or min(self.precision, self.step) <= 1 or self.max_probes < 1:
+            raise ValueError("a search needs a rate above 0, a precision and a step above 1 and a probe")
 
     @property
     def is_close(self) -> bool:
@@ -41,8 +43,8 @@ class RateSearch:
         else:
             self.worst = min(self.worst, self.rate)
         if self.worst == math.inf:
-            self.rate = self.best * 2
+            self.rate = self.best * self.step
         elif self.best:
             self.rate = math.sqrt(self.best * self.worst)
         else:
-            self.rate = self.worst / 2
+            self.rate = self.worst / self.step

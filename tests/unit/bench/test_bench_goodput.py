@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import functools
 import io
+import itertools
 import json
 import math
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from bench_peers import Peer, serving, well_behaved
@@ -25,7 +26,7 @@ from benchmarks.goodput import __main__ as command
 from benchmarks.goodput.figures import alone_ttft_s, reference
 from benchmarks.goodput.load import SHARE, Effort, MixLoad
 from benchmarks.goodput.measure import Goodput
-from benchmarks.goodput.mixes import MIXES, Kind, Mix
+from benchmarks.goodput.mixes import MIXES, SPREAD, Kind, Mix
 from benchmarks.goodput.points import TYPES, Point, all_points, alone_loads, mix_of
 from benchmarks.goodput.section import section
 from benchmarks.goodput.slo import LENGTHS, SloByPrompt
@@ -36,12 +37,14 @@ from benchmarks.peers.models import MODEL_OPTIONS, Model
 from benchmarks.peers.servers import Contestant, Place
 from benchmarks.peers.turns import Load, read
 from tandem.bench.goodput import GoodputSearch, ProbeLength, search_goodput
+from tandem.bench.load import drive
 from tandem.bench.load.records import RequestRecord, Slo
-from tandem.bench.load.workload import fixed_lengths
+from tandem.bench.load.trace_entry import TraceEntry
+from tandem.bench.load.workload import fixed_lengths, poisson_arrivals
 from tandem.bench.rate_search import RateSearch
 from tandem.bench.report.progress import shown
 from tandem.bench.server_process import Command
-from tandem.bench.session import Session, Target, Workload
+from tandem.bench.session import Session, Shape, Target, Watcher, Workload
 from tandem.core.errors import ConfigError, TandemError
 from tandem.core.ports import free_port
 
@@ -150,7 +153,7 @@ def searched(limit: float, start: float, seed: int) -> RateSearch:
     """Of a server that keeps a rate by chance: surely far below `limit`, hardly ever far above."""
     generator = random.Random(seed)
     effort = Effort()
-    search = RateSearch(start, precision=effort.precision, max_probes=effort.max_probes)
+    search = RateSearch(start, precision=effort.precision, max_probes=effort.max_probes, step=effort.step)
     while not search.is_done:
         steepness = 30 * math.log(search.rate / limit)
         search.tell(went_well=generator.random() < 1 / (1 + math.exp(min(steepness, 700))))
@@ -162,7 +165,7 @@ def flat(alone_s: float) -> SloByPrompt:
     return SloByPrompt(((32, alone_s), (3072, alone_s)))
 
 
-@given(limit=st.floats(0.2, 20.0), factor=st.floats(0.3, 30.0), seed=st.integers(0, 2**32))
+@given(limit=st.floats(0.2, 20.0), factor=st.floats(0.2, 5.0), seed=st.integers(0, 2**32))
 def test_the_search_ends_near_the_limit_though_rates_near_it_go_by_chance(
     limit: float, factor: float, seed: int
 ) -> None:
@@ -218,6 +221,12 @@ def test_no_mix_lets_a_server_give_up_all_its_long_prompts() -> None:
     for mix in MIXES:
         longest = max(mix.kinds, key=lambda kind: kind.num_input)
         assert longest.count / mix.num_a_round > 1 - SHARE
+        search, shortest = MixLoad(mix, flat(0.1), Effort()).search(), round(longest.num_input * (1 - SPREAD))
+        are_long = [entry.num_input >= shortest for entry in mix.entries(Effort().length.most)]
+        for num, num_long in enumerate(itertools.accumulate(are_long), 1):
+            if num < Effort().length.least:
+                continue
+            assert num_long > search.num_allowed(num), (mix.name, num)
 
 
 # --- what a request must keep -----------------------------------------------------------------------------------------
@@ -263,13 +272,74 @@ def test_a_request_keeps_both_targets_of_its_own_length(
 
 def test_a_probe_may_miss_a_tenth_and_no_more() -> None:
     search = MixLoad(MIXES[0], flat(0.5), Effort()).search()
-    assert [search.num_allowed(num) for num in (60, 69, 70, 1200)] == [6, 6, 7, 120]
+    assert [search.num_allowed(num) for num in (32, 39, 40, 69, 70, 1200)] == [3, 3, 4, 6, 7, 120]
 
 
-def test_a_search_begins_where_prompts_alone_fill_a_server() -> None:
-    assert MixLoad(MIXES[0], flat(0.25), Effort()).start_rate == 4.0
-    long, short = (MixLoad(mix, SLO, Effort()).start_rate for mix in (MIXES[1], MIXES[2]))
-    assert long < short
+def test_a_search_begins_where_a_few_requests_are_under_way_that_are_as_slow_as_they_may() -> None:
+    entries = MIXES[0].entries(1200)
+    mean_s = 0.25 + 0.06 * math.fsum(entry.num_output for entry in entries) / 1200
+    assert MixLoad(MIXES[0], flat(0.25), Effort()).start_rate == pytest.approx(8 / mean_s, abs=1e-3)
+    assert MixLoad(MIXES[0], flat(0.25), Effort(num_at_once=4)).start_rate == pytest.approx(4 / mean_s, abs=1e-3)
+    assert Effort().step ** 0.25 < Effort().precision, "two probes more are enough"
+
+
+@dataclass
+class BatchingServer:
+    """A session with a server that computes prompts one by one before it gives all that generate a token each, in
+    seconds of its own."""
+
+    entries: list[TraceEntry]
+    prompt_s: float  # a token
+    step_s: float
+    sequence_s: float  # more of a step for each that generates
+    was_interrupted: bool = False
+
+    @property
+    def workload(self) -> BatchingServer:
+        return self
+
+    async def measure(self, shape: Shape, *, number: int, limit: int, watch: Watcher) -> drive.Load:
+        assert shape.rate is not None
+        arrivals_s = poisson_arrivals(limit, shape.rate, "1")
+        now_s, num_prompts = 0.0, 0
+        generating: dict[int, list[float]] = {}
+        records: list[RequestRecord] = []
+        while len(records) < limit:
+            if num_prompts < limit and (arrivals_s[num_prompts] <= now_s or not generating):
+                now_s = max(now_s, arrivals_s[num_prompts]) + self.entries[num_prompts].num_input * self.prompt_s
+                generating[num_prompts], num_prompts = [now_s], num_prompts + 1
+                continue
+            now_s += self.step_s + self.sequence_s * len(generating)
+            for at, event_s in list(generating.items()):
+                event_s.append(now_s)
+                entry = self.entries[at]
+                if len(event_s) < entry.num_output:
+                    continue
+                del generating[at]
+                records.append(
+                    RequestRecord(at, entry.num_input, entry.num_output, arrivals_s[at], now_s,
+                                  event_s=tuple(event_s), num_output=entry.num_output)
+                )  # fmt: skip
+                if not watch(records[-1]):
+                    return drive.Load(records, now_s, is_partial=True)
+        return drive.Load(records, now_s)
+
+
+@pytest.mark.parametrize(
+    ("name", "speed"),
+    [("chats", 1.4), ("chats", 2.5), ("code", 2.0), ("code", 3.0), ("long-outputs", 2.0), ("long-outputs", 2.5),
+     ("chats-and-summaries", 1.5), ("chats-and-summaries", 3.0), ("mostly-short", 1.2), ("mostly-short", 2.5)],
+)  # fmt: skip
+async def test_a_server_that_keeps_about_one_a_second_is_known_to_a_fifth_in_its_time(name: str, speed: float) -> None:
+    """The targets are those of another, slower one."""
+    mix = next(mix for mix in MIXES if mix.name == name)
+    searched = MixLoad(mix, SloByPrompt(((0, 0.005), (1000, 0.805))), Effort())
+    search = searched.search()
+    server = BatchingServer(searched.entries, 0.0008 / speed, 0.012 / speed, 0.011 / speed)
+    await search_goodput(cast(Session, server), search, lambda title, total: shown(title, total, console=QUIET))
+    assert 0.7 < search.rates.best < 3.0
+    assert search.rates.worst <= search.rates.best * 1.21
+    assert math.fsum(probe.load.duration_s for probe in search.probes) < 165.0
 
 
 def test_settings_are_as_json_reads_them_back() -> None:
@@ -430,7 +500,7 @@ def goodput(directory: Path, *points: Point, names: Sequence[str] = ("tandem", "
         model=lambda _: Model(directory, range(128, 256)),
         mix=lambda point: None if point.mix == "alone" else TOY_MIX,
         alone_loads=TOY_ALONE,
-        effort=Effort(ProbeLength(4, 0.0, 8), max_probes=3),
+        effort=Effort(ProbeLength(4, 0.0, 8), num_at_once=100_000, max_probes=3),  # in a moment
         slo=functools.partial(SloByPrompt, slack_s=60.0, tpot_s=60.0),  # whatever else the machine does
     )
 
@@ -462,11 +532,12 @@ async def test_requests_alone_then_a_mix_and_its_resumption(tmp_path: Path, monk
     assert held["settings"]["goodput"]["alone_ttft_s"] == targets
     assert {each["contestant"] for each in held["goodput"]} == {"tandem", "peer-colocated"}
     for each in held["goodput"]:
-        start = each["probes"][0]["rate"]
-        assert [probe["rate"] for probe in each["probes"]] == [start, 2 * start, 4 * start]
+        start, step = each["probes"][0]["rate"], tiny.effort.step
+        highest = start * step * step
+        assert [probe["rate"] for probe in each["probes"]] == [start, start * step, highest]
         assert [(probe["num_requests"], probe["share"]) for probe in each["probes"]] == [(4, 1.0)] * 3
-        assert (each["goodput_per_s"], each["failed_from_per_s"]) == (4 * start, None)
-    assert f"| chats | float32 | ≥ {4 * start:.2f} | not measured | ≥ {4 * start:.2f} |" in text(
+        assert (each["goodput_per_s"], each["failed_from_per_s"]) == (highest, None)
+    assert f"| chats | float32 | ≥ {highest:.2f} | not measured | ≥ {highest:.2f} |" in text(
         *({**each, "settings": {**each["settings"], "machine": MACHINE}} for each in (asked, held))
     )
 

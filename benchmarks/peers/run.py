@@ -87,7 +87,7 @@ async def _one_turn(comparison: Comparison, turn: Turn, contestant: Contestant) 
             num_failed += sum(run["figures"]["num_failed"].values())
             measured.add_run({**about, "load": load.name, "repetition": turn.repetition, **run})
         if turn.has_goodput and plan.goodput is not None:
-            search = await _search(comparison, plan.goodput)
+            search = await _search(comparison, plan.goodput, contestant.num_workers)
             measured.add_goodput({**about, **search})
     return num_failed
 
@@ -151,12 +151,12 @@ async def _run_load(comparison: Comparison, load: Load, seed: int) -> dict[str, 
     return {"date": now(), "seed": seed, "prompt_tokens_computed": computed, **run}
 
 
-async def _search(comparison: Comparison, load: SearchedLoad) -> dict[str, Any]:
+async def _search(comparison: Comparison, load: SearchedLoad, num_workers: int) -> dict[str, Any]:
     search = load.search()
     session = _session(comparison, comparison.trace, comparison.plan.seed)
     await session.open()
     show = functools.partial(shown, console=comparison.console)
-    async with Idleness.measured(session.target.url, comparison.vocabulary) as idleness:
+    async with Idleness.measured(session.target.url, comparison.vocabulary, num_workers) as idleness:
         await search_goodput(session, search, show, ready=idleness.wait)
     if session.was_interrupted:
         raise KeyboardInterrupt

@@ -33,6 +33,7 @@ class Contestant:
     title: str
     commands: Callable[[Place], list[Command]]
     is_peer: bool = False
+    num_workers: int = 1  # or engines, of which each has a batch of its own
 
 
 # --- how each is started ----------------------------------------------------------------------------------------------
@@ -102,13 +103,13 @@ def _venv(place: Place) -> Path:
 
 
 CONTESTANTS = (
-    Contestant("tandem", "Tandem", _tandem),
-    Contestant("tandem-strict", "Tandem, strict split", _strict),
+    Contestant("tandem", "Tandem", _tandem, num_workers=2),
+    Contestant("tandem-strict", "Tandem, strict split", _strict, num_workers=2),
     Contestant("peer-colocated", "vLLM, one engine", _colocated, is_peer=True),
-    Contestant("peer-split", "vLLM, split over NIXL", _split, is_peer=True),
+    Contestant("peer-split", "vLLM, split over NIXL", _split, is_peer=True, num_workers=2),
 )
 #: Beside them, for whoever asks whether splitting is worth it.
-TANDEM_COLOCATED = Contestant("tandem-colocated", "Tandem, colocated", _tandem_colocated)
+TANDEM_COLOCATED = Contestant("tandem-colocated", "Tandem, colocated", _tandem_colocated, num_workers=2)
 
 
 def chosen_contestants(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from bench_peers import Peer, serving, well_behaved
+from bench_peers import END, STREAM, Peer, chunk, event, serving, usage, well_behaved
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -32,7 +32,7 @@ from benchmarks.goodput.section import section
 from benchmarks.goodput.slo import LENGTHS, SloByPrompt
 from benchmarks.peers import idle, run
 from benchmarks.peers.comparisons import Comparisons
-from benchmarks.peers.idle import Idleness
+from benchmarks.peers.idle import Idleness, Pace
 from benchmarks.peers.models import MODEL_OPTIONS, Model
 from benchmarks.peers.servers import Contestant, Place
 from benchmarks.peers.turns import Load, read
@@ -116,20 +116,29 @@ async def test_a_rate_so_low_that_its_requests_take_too_long_to_come_is_not_trie
 # --- a server that is idle --------------------------------------------------------------------------------------------
 
 
-async def test_a_server_is_idle_when_a_request_is_as_fast_as_it_was_alone() -> None:
-    """It is slow for as long as something holds it, whatever it says of itself."""
+@pytest.mark.long
+@pytest.mark.parametrize("is_late", ["first", "later"])
+async def test_a_server_is_idle_when_requests_are_as_fast_as_they_were_alone(is_late: str) -> None:
+    """It is slow for as long as something holds it, whatever it says of itself: also where decode alone is held."""
     slow = 0
 
     async def answer(body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
         nonlocal slow
-        if slow:
-            slow -= 1
-            await asyncio.sleep(2 * idle._FACTOR * idleness.alone_s + 2 * idle._SLACK_S)
-        return await well_behaved(body, writer)
+        limit = idleness.alone.longest() if slow else Pace(0.0, 0.0)
+        slow = max(0, slow - 1)
+        if limit.ttft_s and is_late == "first":
+            await asyncio.sleep(2 * limit.ttft_s)
+        writer.write(STREAM)
+        for number in range(body["max_tokens"]):
+            writer.write(chunk(event()))
+            await asyncio.sleep(2 * limit.gap_s if number == 2 and is_late == "later" else 0.0)
+        for content in (chunk(usage(body["max_tokens"])), END):
+            writer.write(content)
+        return True
 
     peer = Peer(answer)
-    async with serving(peer) as url, Idleness.measured(url, range(128, 256)) as idleness:
-        assert 0 < idleness.alone_s < 1
+    async with serving(peer) as url, Idleness.measured(url, range(128, 256), 1) as idleness:
+        assert 0 < idleness.alone.ttft_s < 1
         slow, before = 3, idleness.num_asked
         await idleness.wait()
         assert slow == 0
@@ -138,10 +147,39 @@ async def test_a_server_is_idle_when_a_request_is_as_fast_as_it_was_alone() -> N
     assert len(set(prompts)) == len(prompts), "none is in a prefix cache"
 
 
+async def test_each_worker_of_a_server_is_asked_and_the_slowest_counts() -> None:
+    """The server has two, of which one is busy; it gives a request to the one that has less to do."""
+    num_busy, most = 0, 0
+
+    async def answer(body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        nonlocal num_busy, most
+        most = max(most, peer.num_under_way)
+        if num_busy and peer.num_under_way == 2:
+            num_busy -= 1
+            await asyncio.sleep(2 * idleness.alone.longest().ttft_s)
+        return await well_behaved(body, writer)
+
+    peer = Peer(answer)
+    async with serving(peer) as url, Idleness.measured(url, range(128, 256), 2) as idleness:
+        num_busy = 2
+        await idleness.wait()
+    assert (num_busy, most) == (0, 2)
+
+
+def test_a_pace_is_of_the_slowest_and_both_its_times_count() -> None:
+    records = [record(16, 0.2, 0.01), record(16, 0.1, 0.03)]
+    assert Pace.of(records) == Pace(pytest.approx(0.2), pytest.approx(0.03))
+    assert Pace.usual([Pace(1.0, 6.0), Pace(3.0, 5.0), Pace(2.0, 4.0)]) == Pace(2.0, 5.0)
+    limit = Pace(0.1, 0.02).longest()
+    assert (limit.ttft_s, limit.gap_s) == pytest.approx((0.205, 0.045))
+    paces = [Pace(0.2, 0.04), Pace(0.21, 0.04), Pace(0.2, 0.05)]
+    assert [pace.is_within(limit) for pace in paces] == [True, False, False]
+
+
 async def test_a_server_that_never_becomes_idle_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idle, "_SETTLE_S", 0.2)
-    async with serving(Peer(well_behaved)) as url, Idleness.measured(url, range(128, 256)) as idleness:
-        idleness.alone_s = -1.0  # nothing is as fast
+    async with serving(Peer(well_behaved)) as url, Idleness.measured(url, range(128, 256), 1) as idleness:
+        idleness.alone = Pace(-1.0, -1.0)  # nothing is as fast
         with pytest.raises(TandemError, match=r"a request alone still takes more than .* after the load has ended"):
             await idleness.wait()
 

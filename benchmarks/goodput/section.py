@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from benchmarks.goodput.figures import Content, alone_ttft_s, reference
@@ -33,9 +33,17 @@ def section(contents: Sequence[Content]) -> Iterator[str]:
         )
         return
     yield from wrapped(_introduction(list(found.values())))
-    yield from reservations([item for content in contents for item in (*content["runs"], *content["goodput"])])
+    others = _with_other_targets(found)
+    lines = reservations([item for content in contents for item in (*content["runs"], *content["goodput"])])
+    yield from lines
+    if others:
+        if not lines:
+            yield ""
+        names = ", ".join(f"{point.mix} in {point.dtype}" for point in others)
+        yield f"- **Warning**: measured with other targets than the requests alone below make: {names}. The goal's"
+        yield "  count and the mean leave these out."
     yield ""
-    yield from _rates(found)
+    yield from _rates(found, others)
     yield from _mixes()
     yield from _alone(found)
 
@@ -63,14 +71,38 @@ def _introduction(contents: Sequence[Content]) -> str:
     )
 
 
-def _rates(found: dict[Point, Content]) -> Iterator[str]:
+def _with_other_targets(found: dict[Point, Content]) -> list[Point]:
+    """Mixes whose targets are not those that the file of requests alone gives now, or of which there is no such file:
+    it was measured anew since, or what it held of older code is gone."""
+    return [
+        point
+        for point, content in found.items()
+        if point.mix != ALONE and content["settings"]["goodput"]["alone_ttft_s"] != _targets(found.get(point.alone))
+    ]
+
+
+def _targets(content: Content | None) -> dict[str, float]:
+    """Of a file of requests alone, as the settings of a mix have them; empty: it has none."""
+    whose = _whose(content)
+    if content is None or whose is None:
+        return {}
+    return {str(num_input): ttft_s for num_input, ttft_s in alone_ttft_s(content, whose)}
+
+
+def _whose(content: Content | None) -> str | None:
+    """By whose requests alone all are judged; `None`: none was measured."""
+    return reference(run["contestant"] for run in content["runs"]) if content else None
+
+
+def _rates(found: dict[Point, Content], others: Collection[Point]) -> Iterator[str]:
     titles = [TITLES[name] for name in _SERVERS]
     yield f"| mix | type | {' | '.join(titles)} | {titles[0]} over vLLM | goal | over colocated |"
     yield f"|---|---|{'---|' * (len(titles) + 3)}"
     ratios: list[GoodputRatio] = []
     for mix in MIXES:
         for dtype in TYPES:
-            content = found.get(Point(mix.name, dtype))
+            point = Point(mix.name, dtype)
+            content = found.get(point)
             searches = {search["contestant"]: search for search in content["goodput"]} if content else {}
             precision = content["settings"]["goodput"]["precision"] if content else 1.0
             ours, peer, colocated = (searches.get(name) for name in (TANDEM, PEER, COLOCATED))
@@ -78,7 +110,7 @@ def _rates(found: dict[Point, Content]) -> Iterator[str]:
             if ours is not None and peer is not None:
                 ratio = GoodputRatio.of(ours, peer, precision)
                 over_peer, judgement = ratio_words(ratio, GOODPUT_GOAL)
-                if ratio is not None:
+                if ratio is not None and point not in others:
                     ratios.append(ratio)
             if ours is not None and colocated is not None:
                 over_colocated, _ = ratio_words(GoodputRatio.of(ours, colocated, precision), None)
@@ -138,7 +170,7 @@ def _alone(found: dict[Point, Content]) -> Iterator[str]:
     yield f"|---|---|{'---|' * len(LENGTHS)}"
     for dtype in TYPES:
         content = found.get(Point(ALONE, dtype))
-        whose = reference(run["contestant"] for run in content["runs"]) if content else None
+        whose = _whose(content)
         for name in _SERVERS:
             alone = dict(alone_ttft_s(content, name)) if content else {}
             cells = [f"{alone[length] * 1e3:,.0f}" if length in alone else NOT_MEASURED for length in LENGTHS]

@@ -400,7 +400,8 @@ def about(name: str) -> dict[str, Any]:
 def content(point: Point, runs: Sequence[Any] = (), searches: Sequence[Any] = ()) -> dict[str, Any]:
     settings: dict[str, Any] = {"machine": MACHINE, "peer_versions": {"vllm": "0.32.0"}, "point": asdict(point)}
     settings["loads"] = {load.name: load.settings() for load in alone_loads()}
-    settings["goodput"] = MixLoad(MIXES[0], SLO, Effort()).settings()
+    targets = tuple((length, round(0.01 + length / 1000, 4)) for length in LENGTHS)  # as in `measured_alone`
+    settings["goodput"] = MixLoad(MIXES[0], SloByPrompt(targets), Effort()).settings()
     return {"settings": settings, "runs": list(runs), "goodput": list(searches)}
 
 
@@ -412,6 +413,11 @@ def alone(name: str, ttft_s: float) -> list[dict[str, Any]]:
         | {"figures": {"ttft_s": {"p50": 0.01 + ttft_s * load.num_input / 1000}, "num_failed": {}}}
         for load in alone_loads()
     ]
+
+
+def measured_alone(dtype: str = "float32") -> dict[str, Any]:
+    """What makes the targets of `content`."""
+    return content(Point("alone", dtype), alone("peer-colocated", 1.0))
 
 
 def search(name: str, best: float | None, worst: float | None) -> dict[str, Any]:
@@ -443,6 +449,8 @@ def test_all_are_judged_by_vllm_where_it_was_measured() -> None:
 def test_the_section_has_a_row_for_each_mix_and_type_and_says_what_was_not_measured() -> None:
     three = [search(*each) for each in (("tandem", 3, 3.2), ("tandem-colocated", 4, 4.3), ("peer-colocated", 1.5, 1.6))]
     page = text(
+        measured_alone("float32"),
+        measured_alone("bfloat16"),
         content(Point("chats"), searches=three),
         content(Point("chats", "bfloat16"), searches=[search("tandem", 3.0, 3.2), search("peer-colocated", 2.5, 2.7)]),
         content(Point("code"), searches=[search("peer-colocated", 1.0, 1.09)]),
@@ -464,6 +472,7 @@ def test_the_section_has_a_row_for_each_mix_and_type_and_says_what_was_not_measu
 
 def test_a_search_that_does_not_know_says_so() -> None:
     page = text(
+        measured_alone(),
         content(Point("chats"), searches=[search("tandem", 3.0, None), search("peer-colocated", 2.5, 2.7)]),
         content(Point("code"), searches=[search("tandem", 3.0, 4.0), search("peer-colocated", None, 0.5)]),
         content(Point("long-outputs"), searches=[search("tandem", None, 0.5), search("peer-colocated", 1.0, 1.1)]),
@@ -483,12 +492,27 @@ def test_a_search_that_does_not_know_says_so() -> None:
 
 def test_the_mean_is_of_searches_that_know_and_says_what_it_leaves_out() -> None:
     page = text(
+        measured_alone(),
         content(Point("chats"), searches=[search("tandem", 3.0, 3.2), search("peer-colocated", 1.5, 1.6)]),
         content(Point("code"), searches=[search("tandem", 1.4, 2.8), search("peer-colocated", 1.0, 1.1)]),
         content(Point("long-outputs"), searches=[search("tandem", None, 0.5), search("peer-colocated", 1.0, 1.1)]),
     ).replace("\n", " ")
     assert "The geometric mean of the ratios that are known is 2.00." in page
     assert "2 of 3 are known too roughly and are not in it." in page
+
+
+def test_a_mix_with_other_targets_than_are_told_is_named_and_does_not_count() -> None:
+    known = content(Point("chats"), searches=[search("tandem", 3.0, 3.2), search("peer-colocated", 1.5, 1.6)])
+    older = content(Point("code"), searches=[search("tandem", 3.0, 3.2), search("peer-colocated", 1.0, 1.1)])
+    older["settings"]["goodput"]["alone_ttft_s"]["512"] = 0.6
+    page = text(measured_alone(), known, older)
+    assert "than the requests alone below make: code in float32. The goal's" in page
+    assert "is reached in 1 of 1. The geometric mean of the ratios that are known is 2.00." in page.replace("\n", " ")
+    assert " 3.00 (2.73 to 3.20) | ≥ 1.5: reached |" in row(page, "code", "float32")
+    without = text(known)
+    assert "make: chats in float32." in without, "nothing says what its targets are made of"
+    assert "is reached in" not in without
+    assert "other targets" not in text(measured_alone(), known)
 
 
 def test_requests_alone_are_told_and_whose_make_the_targets() -> None:

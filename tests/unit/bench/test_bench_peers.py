@@ -23,7 +23,7 @@ from benchmarks.code import Code
 from benchmarks.peers import __main__ as command
 from benchmarks.peers import models, run
 from benchmarks.peers.run import Comparison, compare, prompt_tokens
-from benchmarks.peers.servers import CONTESTANTS, Contestant, Place, chosen_contestants, command_line
+from benchmarks.peers.servers import CONTESTANTS, TANDEM_COLOCATED, Contestant, Place, chosen_contestants, command_line
 from benchmarks.peers.turns import (
     GoodputLoad,
     Load,
@@ -34,6 +34,7 @@ from benchmarks.peers.turns import (
 from tandem.bench import child_process
 from tandem.bench.load.trace_entry import TraceEntry
 from tandem.bench.server_process import Command, running
+from tandem.core.config import PoolsConfig
 from tandem.core.errors import ConfigError, TandemError
 from tandem.core.ports import free_port
 
@@ -118,6 +119,19 @@ def test_the_strict_configuration_is_one_that_tandem_knows(tmp_path: Path) -> No
     (strict,) = (contestant for contestant in CONTESTANTS if contestant.name == "tandem-strict")
     config = load(Path(strict.commands(place)[0].argv[-1]))
     assert config.scheduling.mixed_pool is False
+
+
+def test_a_server_says_how_many_workers_its_commands_start(tmp_path: Path) -> None:
+    place = Place(tmp_path / "model", 9000, (0, 1), tmp_path, tmp_path / "venv", tmp_path / "router.py")
+    pools = PoolsConfig()
+    for contestant in (*CONTESTANTS, TANDEM_COLOCATED):
+        commands = contestant.commands(place)
+        num = sum("VLLM_CPU_OMP_THREADS_BIND" in command.env for command in commands)
+        if not contestant.is_peer:
+            argv = commands[0].argv
+            for option, pool in (("--prefill", pools.prefill), ("--decode", pools.decode)):
+                num += int(argv[argv.index(option) + 1]) if option in argv else pool.workers
+        assert contestant.num_workers == num, contestant.name
 
 
 @pytest.mark.processes

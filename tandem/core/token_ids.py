@@ -17,7 +17,8 @@ def token_ids(ids: Iterable[int] = ()) -> TokenIds[int]:
         OverflowError: an id is below 0, or is none of 32 bits.
     """
     made = array("I", ids)
-    # It has room for a sixteenth more then; else it would be copied once more when its next token comes, in a step.
+    # Of a list it has room for a sixteenth more then; else it would be copied once more when its next token comes, in a
+    # step.
     made.append(0)
     made.pop()
     return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import assert_never
 
 from decode_worker.events import Admitted, ComputesHere, Event, GrantMade, PromptComputed, WriterSuspected
 from tandem.rpc.convert import by_name
@@ -13,10 +14,10 @@ from tandem.worker.request import AttemptFailed, PromptScored, TokenSampled
 from tandem.worker.wire import (
     cached_to_proto,
     failed_to_proto,
+    fill_token,
     grant_to_proto,
     scored_to_proto,
     spans_to_proto,
-    token_to_proto,
 )
 
 
@@ -28,34 +29,37 @@ def make_events(
     Args:
         num_commands: of this router, that `status` shows.
     """
-    messages = [_event_to_proto(event) for event in events]
-    return decode_pb.DecodeEvents(events=messages, status=status, num_commands=num_commands)
+    message = decode_pb.DecodeEvents(status=status, num_commands=num_commands)
+    for event in events:
+        _fill(message.events.add(), event)
+    return message
 
 
-def _event_to_proto(event: Event | pb.WorkerInfo) -> decode_pb.DecodeEvent:
+def _fill(message: decode_pb.DecodeEvent, event: Event | pb.WorkerInfo) -> None:
     match event:
+        case TokenSampled():  # first, and in place: nearly all are
+            fill_token(message.token, event)
         case pb.WorkerInfo():
-            return decode_pb.DecodeEvent(hello=event)
-        case TokenSampled():
-            return decode_pb.DecodeEvent(token=token_to_proto(event))
+            message.hello.CopyFrom(event)
         case GrantMade(grant):
-            return decode_pb.DecodeEvent(granted=grant_to_proto(grant))
+            message.granted.CopyFrom(grant_to_proto(grant))
         case ComputesHere(key, num_cached, num_computed):
             local = decode_pb.ComputesHere(
                 **by_name(key), num_cached_tokens=num_cached, num_computed_tokens=num_computed
             )
-            return decode_pb.DecodeEvent(local=local)
+            message.local.CopyFrom(local)
         case PromptComputed(key, spans):
-            computed = decode_pb.PromptComputed(**by_name(key), spans=spans_to_proto(spans))
-            return decode_pb.DecodeEvent(computed=computed)
+            message.computed.CopyFrom(decode_pb.PromptComputed(**by_name(key), spans=spans_to_proto(spans)))
         case Admitted(key, admission_s):
-            return decode_pb.DecodeEvent(admitted=decode_pb.Admitted(**by_name(key), admission_s=admission_s))
+            message.admitted.CopyFrom(decode_pb.Admitted(**by_name(key), admission_s=admission_s))
         case PromptScored():
-            return decode_pb.DecodeEvent(scored=scored_to_proto(event))
+            message.scored.CopyFrom(scored_to_proto(event))
         case CacheNews():
-            return decode_pb.DecodeEvent(cached=cached_to_proto(event))
+            message.cached.CopyFrom(cached_to_proto(event))
         case AttemptFailed():
-            return decode_pb.DecodeEvent(failed=failed_to_proto(event))
+            message.failed.CopyFrom(failed_to_proto(event))
         case WriterSuspected(worker_id, incarnation):
-            suspected = decode_pb.WriterSuspected(writer_worker_id=worker_id, writer_incarnation=incarnation)
-            return decode_pb.DecodeEvent(writer_suspected=suspected)
+            message.writer_suspected.writer_worker_id = worker_id
+            message.writer_suspected.writer_incarnation = incarnation
+        case _:
+            assert_never(event)

@@ -64,17 +64,26 @@ def _token_ids(repeated: Iterable[int]) -> TokenIds[int]:
 
 
 def token_to_proto(sampled: TokenSampled) -> pb.Token:
-    token = sampled.token
-    return pb.Token(
-        request_id=sampled.key.request_id,
-        attempt=sampled.key.attempt,
-        choice=sampled.choice,
-        index=sampled.index,
-        token_id=token.token_id,
-        finish_reason=FINISH_REASONS[sampled.ended],
-        logprob=token.logprob or 0.0,
-        top_logprobs=[pb.TokenLogprob(token_id=i, logprob=p) for i, p in token.top_logprobs],
-    )
+    message = pb.Token()
+    fill_token(message, sampled)
+    return message
+
+
+def fill_token(message: pb.Token, sampled: TokenSampled) -> None:
+    """Into an empty message. One that lies in another one already is neither allocated apart nor copied, which is most
+    of what a token costs here; so only what is there is set."""
+    key, token = sampled.key, sampled.token
+    message.request_id = key.request_id
+    message.attempt = key.attempt
+    message.choice = sampled.choice
+    message.index = sampled.index
+    message.token_id = token.token_id
+    if sampled.ended is not None:
+        message.finish_reason = FINISH_REASONS[sampled.ended]
+    if token.logprob is not None:
+        message.logprob = token.logprob
+    for token_id, logprob in token.top_logprobs:
+        message.top_logprobs.add(token_id=token_id, logprob=logprob)
 
 
 def _scoring_from_proto(message: pb.PromptScoring) -> PromptScoring:

@@ -45,7 +45,7 @@ class ShippedLaw:
     def decide(self, sample: Sample, sizes: Mapping[Role, PoolSize], now_s: float) -> list[Decision] | RoleChange:
         self._demand.hear(sample, now_s)
         found = {
-            role: law.decide(self._demand.of(role, len(sizes[role].ready), now_s), sizes[role], now_s)
+            role: law.decide(self._demand.of(role, len(sizes[role].ready)), sizes[role], now_s)
             for role, law in self._laws.items()
         }
         if len(found) == len(WORKER_ROLES):

@@ -35,6 +35,7 @@ _ROWS_GUESSED = 32
 #: Where prompts took more of decode's time, it does not tell how long steps take without.
 _MOST_PROMPTS = 0.2
 _LITTLE = 1e-9
+_ROUNDING_S = 1e-6
 
 _Counts = TypeVar("_Counts", "Asked", "Worked")
 
@@ -143,7 +144,7 @@ class PoolLoad:
 
 
 class Rate:
-    """Of requests and of what they ask for, over the last seconds.
+    """Of requests and of what they ask for, over the last seconds, as of the last that was noted.
 
     Args:
         longest_s: windows longer than that do not count, but for the first.
@@ -151,44 +152,54 @@ class Rate:
 
     def __init__(self, longest_s: float) -> None:
         self._windows_s = [window_s for window_s in WINDOWS_S if window_s <= max(longest_s, WINDOWS_S[0])]
-        # Time, requests and amount of each sample, and the time of the one before it.
-        self._samples: deque[tuple[float, float, float]] = deque()
-        self._began_s: float | None = None
+        # From when and until when each sample counted, its requests and its amount.
+        self._samples: deque[tuple[float, float, float, float]] = deque()
+        self._noted_s: float | None = None  # `None`: it is not known over which time the next ones will have come
 
     def note(self, now_s: float, num: float, amount: float) -> None:
-        if self._began_s is None:  # it is not known over which time these came
-            self._began_s = now_s
+        """What has come since the last call."""
+        from_s, self._noted_s = self._noted_s, now_s
+        if from_s is None or now_s <= from_s:
             return
-        self._samples.append((now_s, num, amount))
-        while self._samples[0][0] <= now_s - self._windows_s[-1]:
-            self._began_s = self._samples.popleft()[0]
+        self._samples.append((from_s, now_s, num, amount))
+        while self._samples[0][1] <= now_s - self._windows_s[-1]:
+            self._samples.popleft()
 
-    def means(self, now_s: float) -> list[tuple[float, float]]:
-        """Requests, and amount a second, of each window that has passed; the last one may be shorter than its name."""
-        if self._began_s is None or not self._samples:
-            return []
-        windows_s = self._windows_s
-        found, num, amount, window = [], 0.0, 0.0, 0
-        for at_s, of_num, of_amount in reversed(self._samples):
-            while window < len(windows_s) and at_s <= now_s - windows_s[window]:
-                found.append((num, amount / windows_s[window]))
-                window += 1
+    def pause(self) -> None:
+        """The time until the next call of `note` counts as none, and so does what comes with it."""
+        self._noted_s = None
+
+    def means(self) -> list[tuple[float, float]]:
+        """Requests, and amount a second, of each window that has passed; the last one may be shorter than its name.
+
+        A window begins with a sample, so that it may be longer than its name: it is the time that its samples cover.
+        """
+        windows_s, found, num, amount, span_s, window = self._windows_s, list[tuple[float, float]](), 0.0, 0.0, 0.0, 0
+        is_told = False
+        for from_s, to_s, of_num, of_amount in reversed(self._samples):
             num += of_num
             amount += of_amount
-        span_s = now_s - self._began_s
-        if window < len(windows_s) and span_s >= windows_s[0]:
-            found.append((num, amount / min(span_s, windows_s[-1])))
+            span_s += to_s - from_s
+            is_told = False
+            while window < len(windows_s) and span_s >= windows_s[window] - _ROUNDING_S:
+                found.append((num, amount / span_s))
+                window, is_told = window + 1, True
+        if found and window < len(windows_s) and not is_told:
+            found.append((num, amount / span_s))
         return found
 
-    def certain(self, now_s: float) -> float:
+    @property
+    def certain(self) -> float:
         """The largest mean, each less what may be chance: a sudden rise is seen at once where many requests show it."""
-        return max((mean * max(0.0, 1 - _SPREAD / math.sqrt(num)) for num, mean in self.means(now_s) if num), default=0)
+        return max((mean * max(0.0, 1 - _SPREAD / math.sqrt(num)) for num, mean in self.means() if num), default=0)
 
-    def likely(self, now_s: float) -> float:
-        return max((mean for _, mean in self.means(now_s)[-_NUM_LIKELY:]), default=0.0)
+    @property
+    def likely(self) -> float:
+        return max((mean for _, mean in self.means()[-_NUM_LIKELY:]), default=0.0)
 
-    def recent(self, now_s: float) -> float:
-        return max((mean for _, mean in self.means(now_s)[:_NUM_RECENT]), default=0.0)
+    @property
+    def recent(self) -> float:
+        return max((mean for _, mean in self.means()[:_NUM_RECENT]), default=0.0)
 
 
 class Recent:
@@ -283,7 +294,7 @@ class Demand:
         self._heard_s: float | None = None
 
     def hear(self, sample: Sample, now_s: float) -> None:
-        """To be called every few seconds."""
+        """To be called every few seconds. `now_s`: until when routers have told of what they were asked."""
         asked, before_s = sample.asked, self._heard_s
         self._asked, self._held, self._heard_s = asked, sample.held, now_s
         self._prompts.note(now_s, asked.num_requests, asked.prompt_tokens)
@@ -302,6 +313,12 @@ class Demand:
         if before_s is not None and now_s > before_s:
             self._served.note(now_s, asked.output_tokens / (now_s - before_s))
 
+    def pause(self) -> None:
+        """Nobody tells what is asked: the time until the next sample counts as none."""
+        self._prompts.pause()
+        self._requests.pause()
+        self._heard_s = None
+
     def _note_steps(self, work: Worked) -> None:
         """Of decode, without what prompts took that it computed: new ones, and those that had lost their pages."""
         prefill, prompts_s = self._prefill_work, 0.0
@@ -312,18 +329,18 @@ class Demand:
         if prompts_s <= _MOST_PROMPTS * work.busy_s:
             self._steps.note(replace(work, busy_s=work.busy_s - prompts_s))
 
-    def of(self, role: Role, num_ready: int, now_s: float) -> PoolLoad | None:
+    def of(self, role: Role, num_ready: int) -> PoolLoad | None:
         """What is asked of one pool; `None`: there are no figures yet. `num_ready`: of its workers."""
-        return self._of_prefill(num_ready, now_s) if role is Role.PREFILL else self._of_decode(now_s)
+        return self._of_prefill(num_ready) if role is Role.PREFILL else self._of_decode()
 
-    def _of_prefill(self, num_ready: int, now_s: float) -> PoolLoad | None:
+    def _of_prefill(self, num_ready: int) -> PoolLoad | None:
         work = self._prefill_work
         if work.prompt_tokens <= 0 or work.busy_s <= 0:
             return None
         of_one = work.prompt_tokens / work.busy_s
         computed = sum(self._prompts_at.values())
         share = self._prompts_at[Role.PREFILL] / computed if computed else 1.0
-        certain, likely, recent = (share * rate / of_one for rate in _rates(self._prompts, now_s))
+        certain, likely, recent = (share * rate / of_one for rate in _rates(self._prompts))
         waiting_s = self._held.waiting_tokens / of_one
         return PoolLoad(
             bound="uncached prompt tokens",
@@ -342,7 +359,7 @@ class Demand:
             },
         )
 
-    def _of_decode(self, now_s: float) -> PoolLoad | None:
+    def _of_decode(self) -> PoolLoad | None:
         held, ended = self._held, self._ended
         loads: list[tuple[str, float, float, float]] = []
         inputs: dict[str, float] = {}
@@ -357,7 +374,7 @@ class Demand:
         of_one = self._steps.tokens_per_s(self._tpot_s, held.max_num_seqs)
         of_request = ended.ended_tokens / ended.num_ended if ended.num_ended else 0.0
         served = self._served.mean
-        certain, likely, recent = (max(served, of_request * rate) for rate in _rates(self._requests, now_s))
+        certain, likely, recent = (max(served, of_request * rate) for rate in _rates(self._requests))
         loads.append(("output tokens", certain / of_one, likely / of_one, recent / of_one))
         inputs |= {"output_tokens_per_s": likely, "served_tokens_per_s": served, "tokens_per_s_of_one": of_one}
         bound, *_ = max(loads, key=lambda load: load[2])
@@ -372,9 +389,9 @@ class Demand:
         )
 
 
-def _rates(rate: Rate, now_s: float) -> tuple[float, float, float]:
+def _rates(rate: Rate) -> tuple[float, float, float]:
     """Certain, likely, recent."""
-    return rate.certain(now_s), rate.likely(now_s), rate.recent(now_s)
+    return rate.certain, rate.likely, rate.recent
 
 
 def _scaled(counts: _Counts, by: float) -> _Counts:

@@ -98,7 +98,7 @@ class PrefillWorld:
         held = Held(waiting_tokens=sum(tokens for _, tokens in self._queue))
         self._demand.hear(Sample(asked, {Role.PREFILL: [work]}, held), self.now_s)
         size = PoolSize(self.wanted, frozenset(self._lives), frozenset(life for _, life in self._coming))
-        decision = self.law.decide(self._demand.of(Role.PREFILL, len(self._lives), self.now_s), size, self.now_s)
+        decision = self.law.decide(self._demand.of(Role.PREFILL, len(self._lives)), size, self.now_s)
         assert self.bounds.least <= decision.wanted <= self.bounds.most
         assert decision.why
         if decision.wanted != decision.before:

@@ -22,35 +22,55 @@ def rate_of(amounts: list[tuple[float, float]], longest_s: float = DELAY_S) -> R
 
 def test_a_steady_rate_is_likely_and_a_little_less_is_certain() -> None:
     rate = rate_of([(20, 2000)] * 60)
-    assert rate.likely(120) == pytest.approx(1000)
-    assert 900 < rate.certain(120) < 950, "900 requests in 90 s: two thirtieths may be chance"
+    assert rate.likely == pytest.approx(1000)
+    assert 900 < rate.certain < 950, "900 requests in 90 s: two thirtieths may be chance"
 
 
 def test_of_few_requests_nothing_is_certain() -> None:
     rate = rate_of([(1, 5000), (1, 5000)])
-    assert rate.certain(4) == 0
-    assert rate.likely(4) == 2500
+    assert rate.certain == 0
+    assert rate.likely == 2500
 
 
 def test_a_rise_that_many_requests_show_is_certain_within_seconds() -> None:
     rate = rate_of([(20, 2000)] * 60 + [(200, 20_000)] * 2)
-    assert rate.certain(124) > 8000
-    assert rate.likely(124) < 2500
+    assert rate.certain > 8000
+    assert rate.likely < 2500
 
 
 def test_a_fall_is_seen_by_the_longer_means() -> None:
     rate = rate_of([(20, 2000)] * 60 + [(0, 0)] * 20)
-    assert rate.likely(160) == pytest.approx(1000 * 50 / 90)
+    assert rate.likely == pytest.approx(1000 * 50 / 90)
     rate = rate_of([(20, 2000)] * 60 + [(0, 0)] * 3, longest_s=4.0)
-    assert rate.likely(126) == 0, "where shrinking is not to wait, nor do means"
+    assert rate.likely == 0, "where shrinking is not to wait, nor do means"
 
 
 def test_what_came_before_the_first_look_is_of_no_known_time() -> None:
     rate = Rate(DELAY_S)
     rate.note(1000.0, 5000, 1e9)
-    assert rate.likely(1000) == 0
+    assert rate.likely == 0
     rate.note(1004.0, 4, 400)
-    assert rate.likely(1004) == 100
+    assert rate.likely == 100
+
+
+@pytest.mark.parametrize("period_s", [0.7, 2.0, 3.0, 5.0, 25.0])
+def test_a_rate_is_what_came_over_the_time_in_which_it_came(period_s: float) -> None:
+    """However far apart the samples are, and whatever windows they fill."""
+    rate = Rate(DELAY_S)
+    for number in range(200):
+        rate.note(1000.0 + period_s * number, 20, 100.0 * period_s)
+        if period_s * number >= 4.0:
+            assert [mean for _, mean in rate.means()] == pytest.approx([100.0] * len(rate.means()))
+            assert (rate.recent, rate.likely) == pytest.approx((100.0, 100.0))
+
+
+def test_a_time_of_which_nothing_is_known_counts_as_none() -> None:
+    rate = rate_of([(20, 2000)] * 5)
+    rate.pause()
+    rate.note(50.0, 7, 700)
+    assert (rate.recent, rate.likely) == (1000.0, 1000.0), "nor does what came meanwhile"
+    rate.note(52.0, 40, 4000)
+    assert rate.means() == [(60, 6000 / 4), (120, 12_000 / 10), (140, 14_000 / 12)]
 
 
 def test_the_time_of_steps_is_a_line_through_what_batches_took() -> None:
@@ -82,8 +102,8 @@ def test_a_target_that_no_batch_keeps_does_not_ask_for_a_worker_a_request() -> N
 def test_without_figures_there_is_no_load() -> None:
     demand = Demand(TTFT_S, TPOT_S, DELAY_S)
     demand.hear(NOTHING, 0.0)
-    assert demand.of(Role.PREFILL, 1, 0.0) is None
-    assert demand.of(Role.DECODE, 1, 0.0) is None
+    assert demand.of(Role.PREFILL, 1) is None
+    assert demand.of(Role.DECODE, 1) is None
 
 
 def prefill_load(held: Held, by_decode: float = 0.0) -> tuple[Demand, float]:
@@ -96,8 +116,8 @@ def prefill_load(held: Held, by_decode: float = 0.0) -> tuple[Demand, float]:
 
 
 def test_prefill_is_asked_for_prompts_over_what_one_worker_computes() -> None:
-    demand, now_s = prefill_load(Held())
-    load = demand.of(Role.PREFILL, 2, now_s)
+    demand, _ = prefill_load(Held())
+    load = demand.of(Role.PREFILL, 2)
     assert load is not None
     assert load.likely == pytest.approx(2.0)
     assert 1.7 < load.certain < 2.0
@@ -106,15 +126,15 @@ def test_prefill_is_asked_for_prompts_over_what_one_worker_computes() -> None:
 
 
 def test_what_decode_computes_is_not_asked_of_prefill() -> None:
-    demand, now_s = prefill_load(Held(), by_decode=1000)
-    load = demand.of(Role.PREFILL, 2, now_s)
+    demand, _ = prefill_load(Held(), by_decode=1000)
+    load = demand.of(Role.PREFILL, 2)
     assert load is not None
     assert load.likely == pytest.approx(1.0)
 
 
 def test_what_waits_counts_beyond_what_is_done_in_half_the_target() -> None:
-    demand, now_s = prefill_load(Held(waiting_tokens=3000))
-    load = demand.of(Role.PREFILL, 2, now_s)
+    demand, _ = prefill_load(Held(waiting_tokens=3000))
+    load = demand.of(Role.PREFILL, 2)
     assert load is not None
     assert load.backlog_s == pytest.approx(3000 / 500 - 2 * TTFT_S / 2)
 
@@ -131,7 +151,7 @@ def decode_load(held: Held, output_tokens: float, ended: float = 20.0, tokens: f
 
 def test_decode_is_asked_for_output_tokens_over_what_one_worker_gives() -> None:
     demand = decode_load(Held(kv_tokens=100, kv_capacity=10_000, max_num_seqs=40), output_tokens=1000)
-    load = demand.of(Role.DECODE, 1, 60.0)
+    load = demand.of(Role.DECODE, 1)
     assert load is not None
     assert load.bound == "output tokens"
     assert load.likely == pytest.approx(500 / (40 / 0.06), rel=0.05)
@@ -139,7 +159,7 @@ def test_decode_is_asked_for_output_tokens_over_what_one_worker_gives() -> None:
 
 def test_a_pool_that_generates_too_few_is_asked_for_those_that_come() -> None:
     held = Held(kv_tokens=100, kv_capacity=10_000, max_num_seqs=40)
-    few = decode_load(held, output_tokens=200, ended=4).of(Role.DECODE, 1, 60.0)
+    few = decode_load(held, output_tokens=200, ended=4).of(Role.DECODE, 1)
     assert few is not None
     assert few.inputs["served_tokens_per_s"] == pytest.approx(100)
     assert few.likely == pytest.approx(500 / (40 / 0.06), rel=0.05), "10 a second, of 50 tokens each"
@@ -147,7 +167,7 @@ def test_a_pool_that_generates_too_few_is_asked_for_those_that_come() -> None:
 
 def test_decode_is_asked_for_room_where_that_is_more() -> None:
     held = Held(kv_tokens=15_000, waiting_kv_tokens=5000, kv_capacity=10_000, max_num_seqs=40)
-    load = decode_load(held, output_tokens=1000).of(Role.DECODE, 2, 60.0)
+    load = decode_load(held, output_tokens=1000).of(Role.DECODE, 2)
     assert load is not None
     assert load.bound == "resident KV"
     assert (load.certain, load.likely) == (2.0, 2.0)
@@ -163,7 +183,7 @@ def test_prompts_that_decode_computes_do_not_make_its_steps_look_slow() -> None:
             mixed = [Worked(100, 6.0 + prompts / 500, prompts, 4000)]
             work = {Role.PREFILL: [Worked(10, 2.0, 1000)], Role.DECODE: [*plain, *mixed]}
             demand.hear(Sample(Asked(num_requests=20, output_tokens=1000), work, held), 2.0 * number)
-        load = demand.of(Role.DECODE, 1, 60.0)
+        load = demand.of(Role.DECODE, 1)
         assert load is not None
         loads.append(load.likely)
     assert loads[1] == pytest.approx(loads[0], rel=0.02)
@@ -177,7 +197,7 @@ def test_late_first_tokens_are_not_prefills_while_prompts_wait_for_decode() -> N
             Held(waiting_kv_tokens=waiting_kv),
         )  # fmt: skip
         demand.hear(sample, now_s + 2)
-        load = demand.of(Role.PREFILL, 1, now_s + 2)
+        load = demand.of(Role.PREFILL, 1)
         assert load is not None
         assert load.num_late == late
 
@@ -189,6 +209,6 @@ def test_what_decode_computed_without_prefill_workers_says_nothing_of_a_share() 
         demand.hear(Sample(Asked(num_requests=5, prompt_tokens=50_000), alone, Held()), 2.0 * number)
     both = {Role.PREFILL: [Worked(10, 2.0, 20_000)], Role.DECODE: [Worked(10, 2.0, 0, 100)]}
     demand.hear(Sample(Asked(num_requests=5, prompt_tokens=20_000), both, Held()), 202.0)
-    load = demand.of(Role.PREFILL, 1, 202.0)
+    load = demand.of(Role.PREFILL, 1)
     assert load is not None
     assert load.inputs["share_of_prefill"] == 1.0

@@ -144,7 +144,7 @@ class PoolLaw:
         self._lacks = 0
         self._lately = Most(SPARE_S)
         self._late, self._timed = Recent(_LATE_S), Recent(_LATE_S)
-        self._known_since_s: float | None = None
+        self._known_since_s: float | None = None  # without a gap
         self._changed_s = self._grown_s = self._shrunk_s = -math.inf
         self._ready: frozenset[str] = frozenset()
         self._begun_s: dict[str, float] = {}  # of lives that start
@@ -154,7 +154,8 @@ class PoolLaw:
         self._num_wanted = 0  # that it was to have then
 
     def decide(self, load: PoolLoad | None, size: PoolSize, now_s: float) -> Decision:
-        """To be called every few seconds. `load`: `None` while there are no figures."""
+        """To be called every few seconds. `load`: `None` while there are no figures: once they come again, the pool may
+        shrink when as much time has passed as after a growth."""
         self._look_at(size, now_s)
         self._lacks = 0
         wanted, why = self._wanted(load, size, now_s)
@@ -184,7 +185,8 @@ class PoolLaw:
         if not least <= num <= most:
             return min(max(num, least), most), f"it shall have {least} to {most}"
         if load is None:
-            return num, "there are no figures yet"
+            self._known_since_s = None
+            return num, "there are no figures now"
         if self._known_since_s is None:
             self._known_since_s = now_s
         is_late = self._correct(load, size, now_s)

@@ -33,9 +33,14 @@ class WorkerReport:
 
 @dataclass(frozen=True)
 class RouterReport:
-    """The last of what a router told of its requests."""
+    """The last of what a router told of its requests.
+
+    Attributes:
+        told_s: when.
+    """
 
     incarnation: str
+    told_s: float
     load: control_pb2.RequestLoad
 
 

@@ -15,6 +15,7 @@ from tandem.cluster.supervisor import events as ev
 from tandem.cluster.supervisor.autoscale import Decision, Followed, PoolLaw, PoolSize, Range, Settings
 from tandem.cluster.supervisor.demand import Demand
 from tandem.cluster.supervisor.load_figures import LoadFigures, RouterReport, WorkerReport
+from tandem.cluster.supervisor.load_listener import Heard, LoadListener
 from tandem.cluster.supervisor.pools import PoolState
 from tandem.cluster.supervisor.role_law import RoleChange, RoleLaw
 from tandem.cluster.supervisor.router_monitor import FollowedRouter
@@ -46,6 +47,7 @@ class LoadFollower:
 
     Args:
         processes: all that live, as they are when it is looked at.
+        beat_s: a heartbeat: how often they are looked at.
         check_room: raises `TandemError` where so many more workers have no room; blocks.
         changed: called when people can see something new.
     """
@@ -55,40 +57,49 @@ class LoadFollower:
         cluster: PoolState,
         law: Law,
         processes: Collection[FollowedWorker | FollowedRouter],
+        beat_s: float,
+        *,
         feed: Callable[[ev.Event], None],
         check_room: Callable[[dict[Role, int]], None],
         changed: Callable[[], None],
     ) -> None:
         self.pools: dict[Role, Followed] = {}
         self._cluster, self._law = cluster, law
-        self._processes = processes
+        self._processes, self._beat_s = processes, beat_s
         self._feed, self._check_room, self._changed = feed, check_room, changed
-        self._figures = LoadFigures(law.page_size)
-        self._demand = Demand(law.ttft_s, law.tpot_s, law.settings.shrink_delay_s)
+        demand = Demand(law.ttft_s, law.tpot_s, law.settings.shrink_delay_s)
+        self._listener = LoadListener(demand, LoadFigures(law.page_size), beat_s)
         self._roles = RoleLaw()
 
-    async def run(self, opened: asyncio.Event, every_s: float) -> None:
+    async def run(self, opened: asyncio.Event) -> None:
         """Once the cluster has `opened`, until it is cancelled."""
         await opened.wait()
         while True:
-            await asyncio.sleep(every_s)
+            await asyncio.sleep(self._beat_s)
             await self._look(asyncio.get_running_loop().time())
 
     async def _look(self, now_s: float) -> None:
-        routers = [
-            RouterReport(each.incarnation, each.load)
-            for each in self._processes
-            if isinstance(each, FollowedRouter) and each.load is not None
-        ]
-        if not routers or self._cluster.closing:
+        if self._cluster.closing:
             return
-        self._demand.hear(self._figures.sample(self._worker_reports(now_s), routers), now_s)
+        if self._listener.hear(self._worker_reports(now_s), self._router_reports(), now_s) is Heard.NOTHING_NEW:
+            return
         self._take_ranges(self._cluster.sizes.ranges)
         decisions = {role: self._decide(role, now_s) for role in self.pools}
         if self._change_role(decisions, now_s):
             return
         for role, decision in decisions.items():
             await self._follow(role, decision)
+
+    def _router_reports(self) -> list[RouterReport]:
+        """Of those that serve, or should: nobody waits for what one that has been killed counted."""
+        found = []
+        for each in self._processes:
+            slot = self._cluster.routers.get(each.name)
+            if not isinstance(each, FollowedRouter) or each.load is None or slot is None:
+                continue
+            if slot.incarnation == each.incarnation and slot.listens:
+                found.append(RouterReport(slot.incarnation, each.load_at, each.load))
+        return found
 
     def _worker_reports(self, now_s: float) -> list[WorkerReport]:
         """Of those that serve."""
@@ -110,7 +121,7 @@ class LoadFollower:
 
     def _decide(self, role: Role, now_s: float) -> Decision:
         size = self._size(role)
-        return self.pools[role].law.decide(self._demand.of(role, len(size.ready), now_s), size, now_s)
+        return self.pools[role].law.decide(self._listener.of(role, len(size.ready)), size, now_s)
 
     def _change_role(self, decisions: Mapping[Role, Decision], now_s: float) -> bool:
         """Let a worker go from one pool to the other where the law of roles says so."""

@@ -41,6 +41,7 @@ class FollowedRouter(FollowedProcess[_Stub]):
         super().__init__(handle, following)
         self._cache_secret = following.cache_secret
         self.load: control_pb2.RequestLoad | None = None  # what is asked for, as of its last heartbeat
+        self.load_at = -math.inf  # when that came, by the event loop's clock
         self.num_under_way = 0  # requests, as of its last heartbeat
         self.certificate_expires = 0  # as it says; 0: it shows none
         self.errors: common_pb2.RequestErrors | None = None  # with which it has answered requests, as last reported
@@ -85,6 +86,7 @@ class FollowedRouter(FollowedProcess[_Stub]):
         self.num_under_way = status.num_under_way
         self.certificate_expires = status.certificate_expires
         self.load = status.load if status.HasField("load") else None
+        self.load_at = asyncio.get_running_loop().time()
         self._feed(ev.LoadReported(self.name, self.incarnation, status.num_under_way))
         for writer in status.suspected_writers:
             self._feed(ev.WriterSuspected(writer.worker_id, writer.incarnation))

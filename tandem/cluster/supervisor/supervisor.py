@@ -67,8 +67,9 @@ class Supervisor:
         # By name and incarnation: all and only those whose process has been asked for.
         self._processes: dict[tuple[str, str], FollowedWorker | FollowedRouter] = {}
         self.follower = LoadFollower(
-            self.cluster, law or Law(), self._processes.values(), self._feed, check_room, self._note_change
-        )
+            self.cluster, law or Law(), self._processes.values(), heartbeat_s,
+            feed=self._feed, check_room=check_room, changed=self._note_change,
+        )  # fmt: skip
         self._nodes = NodeSurvey(self.cluster, launcher, self._feed, heartbeat_s)
         self._tasks: asyncio.TaskGroup
         self._loop: asyncio.AbstractEventLoop
@@ -262,7 +263,7 @@ class Supervisor:
         async with asyncio.TaskGroup() as self._tasks:
             pulse = self._tasks.create_task(self._pulse())
             survey = self._tasks.create_task(self._nodes.run())
-            following = self._tasks.create_task(self.follower.run(self.opened, self._heartbeat_s))
+            following = self._tasks.create_task(self.follower.run(self.opened))
             memory = await asyncio.to_thread(self._launcher.begin_term)
             self.cluster.version = memory.term << 32
             await self._adopt(memory)

@@ -149,7 +149,7 @@ def test_those_that_never_come_do_not_keep_it_from_shrinking() -> None:
 def test_what_has_no_node_is_said() -> None:
     pool = Told(2)
     decision = pool.law.decide(None, PoolSize(3, pool.ready, frozenset({"new"}), num_unplaced=1), 1000.0)
-    assert decision.why == "there are no figures yet; 1 of 3 have no node yet"
+    assert decision.why == "there are no figures now; 1 of 3 have no node yet"
 
 
 def test_it_does_not_shrink_soon_after_it_has_grown() -> None:

@@ -12,7 +12,7 @@ PAGE = 16
 
 
 def router(life: str, num: int, **more: float) -> RouterReport:
-    return RouterReport(life, RequestLoad(num_requests=num, prompt_tokens=100.0 * num, **more))
+    return RouterReport(life, 0.0, RequestLoad(num_requests=num, prompt_tokens=100.0 * num, **more))
 
 
 def worker(role: Role, life: str, ready_s: float = 100.0, **status: object) -> WorkerReport:

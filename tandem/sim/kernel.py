@@ -8,9 +8,13 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from tandem.core.clock import VirtualClock
+from tandem.core.errors import InternalError
 
 _T = TypeVar("_T")
 Call = Callable[[], object]
+
+MOST_IDLE_S = 3600.0
+"""Where for so long nothing but calls that ask for themselves again has run, nothing else will come any more."""
 
 
 class Kernel:
@@ -20,23 +24,30 @@ class Kernel:
         self.clock = VirtualClock(start_s)
         self.num_run = 0
         self._numbers = itertools.count()
-        self._heap: list[tuple[float, int, Call]] = []
+        self._heap: list[tuple[float, int, Call, bool]] = []
+        self._num_due = 0  # of these, that are not endless
+        self._done_s = start_s  # when the last one of those ran
 
     @property
     def now_s(self) -> float:
         return self.clock.now()
 
-    def at(self, time_s: float, call: Call) -> None:
-        """Run `call` at `time_s`; now, if that has passed."""
-        heapq.heappush(self._heap, (max(time_s, self.now_s), next(self._numbers), call))
+    def at(self, time_s: float, call: Call, *, endless: bool = False) -> None:
+        """Run `call` at `time_s`; now, if that has passed. `endless`: while requests are there, such calls ask for one
+        another for ever."""
+        self._num_due += not endless
+        heapq.heappush(self._heap, (max(time_s, self.now_s), next(self._numbers), call, endless))
 
-    def after(self, delay_s: float, call: Call) -> None:
-        self.at(self.now_s + delay_s, call)
+    def after(self, delay_s: float, call: Call, *, endless: bool = False) -> None:
+        self.at(self.now_s + delay_s, call, endless=endless)
 
     def run_all(self) -> None:
-        """Until nothing is left to happen."""
+        """Until nothing is left to happen. Raises `InternalError` where nothing but endless calls goes on."""
         while self._heap:
             self._run_next()
+            if not self._num_due and self._heap and self.now_s - self._done_s > MOST_IDLE_S:
+                span = f"from {self._done_s:g} s to {self.now_s:g} s"
+                raise InternalError(f"{span} nothing has come of what goes on by itself")
 
     def run(self, most: int) -> None:
         """Until nothing is left to happen. Raises `AssertionError` where more than `most` calls do not end it."""
@@ -61,10 +72,13 @@ class Kernel:
             self._run_next()
 
     def _run_next(self) -> None:
-        time_s, _, call = heapq.heappop(self._heap)
+        time_s, _, call, is_endless = heapq.heappop(self._heap)
         while self.now_s < time_s:  # a sum of floats may fall short of it
             self.clock.advance(time_s - self.now_s)
         self.num_run += 1
+        if not is_endless:
+            self._num_due -= 1
+            self._done_s = self.now_s
         call()
 
 

@@ -343,7 +343,7 @@ class TurnWords:
         self._has_news = True
         if not self._is_telling:
             self._is_telling = True
-            self._kernel.after(0.0, self._tell)
+            self._kernel.after(0.0, self._tell, endless=True)
 
     def _tell(self) -> None:
         if not self._has_news and not self._turns.num_waiting:
@@ -351,10 +351,10 @@ class TurnWords:
             return
         self._has_news, news = False, self._turns.tell()
         for other in self._others:
-            self._kernel.after(self._message_s, partial(other.turns.hear, self._name, news))
-        self._kernel.after(2 * self._message_s, self._told)
+            self._kernel.after(self._message_s, partial(other.turns.hear, self._name, news), endless=True)
+        self._kernel.after(2 * self._message_s, self._told, endless=True)
 
     def _told(self) -> None:
         """All have answered."""
         self._turns.look()
-        self._kernel.after(EVERY_S * len(self._others), self._tell)
+        self._kernel.after(EVERY_S * len(self._others), self._tell, endless=True)

@@ -154,7 +154,7 @@ class World:
             self.role_changes.append((self.kernel.now_s, decided))
         else:
             self._resize(decided)
-        self.kernel.after(self.shape.look_s, self._look)
+        self.kernel.after(self.shape.look_s, self._look, endless=True)
 
     def _resize(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:
@@ -167,7 +167,8 @@ class World:
 
     def run(self, arrivals: Sequence[Arrival]) -> list[Outcome]:
         """Until all requests have ended, and those that follow them: these are the last ones of what is returned, in
-        the order in which they came. Raises `ConfigError` for one that fits into no worker."""
+        the order in which they came. Raises `ConfigError` for one that fits into no worker, `InternalError` where
+        some never end."""
         # Workers of a role and a type are alike.
         lives = (life for life in self.fleet.lives if life.machine is not None)
         schedulers = {(life.role, life.type): life.machine.scheduler for life in lives if life.machine is not None}
@@ -176,7 +177,7 @@ class World:
         self._followed = []
         outcomes = [self.ask(arrival) for arrival in arrivals]
         if self.scaler is not None:
-            self.kernel.after(self.shape.look_s, self._look)
+            self.kernel.after(self.shape.look_s, self._look, endless=True)
         self.kernel.run_all()
         if self.figures.num_open:
             raise InternalError(f"the simulation came to its end before {self.figures.num_open} of its requests did")

@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.policy.gate import UnderWay
 from router.policy.worker_load import WorkerLoad
 from router.request.tenant import Tenant
-from tandem.core.errors import DeadlineError, RateLimitError
+from tandem.core.errors import DeadlineError, InternalError, RateLimitError
 from tandem.core.identity import WorkerKey
 from tandem.sim.command import run
 from tandem.sim.faults import Death
@@ -259,3 +260,11 @@ def test_of_64_workers_and_8_routers_no_request_costs_more_than_of_8(num_request
         for key in large.machines:
             assert router.known.load(key).num_sequences == 0
     assert min(router.num_requests for router in large.routers) > num_requests / 10
+
+
+def test_requests_that_nobody_lets_go_on_are_told_and_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While any waits routers tell each other whose turn it is, which brings nothing here."""
+    monkeypatch.setattr(UnderWay, "may_follow", lambda *_: False)
+    world = World(of_routers(2))
+    with pytest.raises(InternalError, match="nothing has come of what goes on by itself"):
+        world.run([Arrival(0, 0.0, 100, 5)])

@@ -26,8 +26,9 @@ from rich.console import Console
 from benchmarks.autoscale.live_section import FORMAT, section
 from benchmarks.autoscale.ray_hosts import RayHosts
 from benchmarks.code import Code
+from benchmarks.in_loop import beside, in_loop
 from benchmarks.law.loads import Kind, by_chance
-from tandem.bench.load.records import RequestRecord
+from tandem.bench.load.records import RequestRecord, Slo
 from tandem.bench.load.trace_entry import TraceEntry
 from tandem.bench.load.workload import plain_vocabulary
 from tandem.bench.machine import now
@@ -77,6 +78,7 @@ class Plan:
         return {
             "times": "fitted",
             "fitted": {"base_ms": 40, "token_us": 1000},
+            "refuses": True,
             "prefill": {"workers": 1, "tokens": 20_000},
             "decode": {"workers": 1, "tokens": 4_000},
             "pools": {**{role: {"min": 1, "max": num} for role, num in self.most.items()}, "start_s": start_s},
@@ -89,7 +91,8 @@ class Plan:
         return {
             "pools": {"shrink_delay_s": self.shrink_delay_s},
             "slo": {"ttft_ms": 5000, "tpot_ms": 150},
-            "scheduling": {"mixed_pool": False},
+            # A host that starts workers slowly lets requests wait, and refuses few.
+            "scheduling": {"mixed_pool": False, "max_queued_requests": 10_000},
             "cache": {"prefix_cache": False},
             "transport": {"lease_s": 25.0},  # nobody is lost where all processes of a cluster share few cores
         }
@@ -102,7 +105,8 @@ class Watched:
     Attributes:
         sizes: of each pool, after each change: when, workers that are wanted, and that are ready.
         nodes: of Ray, beside its head, after each change.
-        computed: steps of each worker that has served.
+        num_steps: of each worker that has served.
+        decisions: of the law that changed a pool's size, or were to.
         unplaced: workers for which Ray had no node, by the words of the law.
     """
 
@@ -149,14 +153,17 @@ def _starts_s(sizes: Sequence[tuple[float, int, int]]) -> Iterator[float]:
             if asked_s:
                 yield at_s - asked_s.pop(0)
         if wanted < before:
-            del asked_s[len(asked_s) + wanted - before :]
+            del asked_s[max(0, len(asked_s) + wanted - before) :]
 
 
 def run(json_path: Path | None, plan: Plan | None = None) -> None:
     """Print what was found, and write it to `json_path`. Raises `TandemError`, `ConfigError`."""
     json_file.check_before(json_path)
     tell = Console(stderr=True, soft_wrap=True)
-    found = asyncio.run(measure(plan or Plan(), lambda text: tell.print(text, highlight=False)))
+    try:
+        found = in_loop(lambda: measure(plan or Plan(), lambda text: tell.print(text, highlight=False)))
+    except asyncio.CancelledError:  # by SIGTERM
+        raise KeyboardInterrupt from None
     content = {"format": FORMAT, "date": now(), "code": Code.of().as_json(), **found}
     Console(soft_wrap=True).print("\n".join(section(content)).strip(), highlight=False, markup=False)
     if json_path is not None:
@@ -165,7 +172,8 @@ def run(json_path: Path | None, plan: Plan | None = None) -> None:
 
 async def measure(plan: Plan, tell: Callable[[str], None]) -> dict[str, Any]:
     """Plain data: the live run, and its simulation with the time that starts took. Raises `TandemError`."""
-    with tempfile.TemporaryDirectory(prefix="tandem-autoscale-") as name:
+    # Whoever is being killed may still write there.
+    with tempfile.TemporaryDirectory(prefix="tandem-autoscale-", ignore_cleanup_errors=True) as name:
         directory = Path(name)
         with RayHosts(directory, plan.nodes or plan.most) as hosts:
             tell(f"Ray runs at {hosts.address}")
@@ -189,10 +197,8 @@ async def measure(plan: Plan, tell: Callable[[str], None]) -> dict[str, Any]:
 
 
 def _kept_share(plan: Plan, records: Sequence[RequestRecord]) -> float:
-    slo = plan.config["slo"]
-    good = [one for one in records if one.is_good]
-    kept = [one for one in good if one.ttft_s <= slo["ttft_ms"] / 1e3 and (one.tpot_s or 0) <= slo["tpot_ms"] / 1e3]
-    return round(len(kept) / len(records), 4)
+    slo = Slo(plan.config["slo"]["ttft_ms"] / 1e3, plan.config["slo"]["tpot_ms"] / 1e3)
+    return round(sum(map(slo.is_met_by, records)) / len(records), 4)
 
 
 def simulated(plan: Plan, start_s: float) -> dict[str, Any]:
@@ -203,7 +209,12 @@ def simulated(plan: Plan, start_s: float) -> dict[str, Any]:
     decisions = [
         {"role": one.role.value, "before": one.before, "wanted": one.wanted, "why": one.why} for one in world.decisions
     ]
-    return {"sizes": sizes, "decisions": decisions, "kept_share": round(world.figures.num_kept / len(outcomes), 4)}
+    return {
+        "sizes": sizes,
+        "decisions": decisions,
+        "kept_share": round(world.figures.num_kept / len(outcomes), 4),
+        "failures": Counter(one.error for one in outcomes if one.error),
+    }
 
 
 async def _live(
@@ -258,12 +269,15 @@ async def _watching(port: int, hosts: RayHosts, watched: Watched, began_s: float
         call: Any = stub.WatchCluster(supervisor_pb2.WatchClusterRequest())  # gRPC's types know no `cancel` of it
 
         def hear() -> None:
+            why = "it has ended"
             try:
                 for message in call:
                     watched.hear(message, time.monotonic() - began_s)
             except grpc.RpcError as error:
-                if error.code() is not grpc.StatusCode.CANCELLED:
-                    raise
+                if error.code() is grpc.StatusCode.CANCELLED:
+                    return
+                why = f"{error.code()}: {error.details()}"
+            raise TandemError(f"the supervisor tells no sizes any more: {why}")
 
         async def look() -> None:
             while True:
@@ -273,10 +287,8 @@ async def _watching(port: int, hosts: RayHosts, watched: Watched, began_s: float
                 looked.set()
                 await asyncio.sleep(_LOOK_S)  # what Ray does can only be looked at
 
-        hearing, looking = asyncio.create_task(asyncio.to_thread(hear)), asyncio.create_task(look())
-        try:
-            yield looked
-        finally:
-            looking.cancel()
-            call.cancel()
-            await hearing
+        async with beside(asyncio.to_thread(hear), look()):
+            try:
+                yield looked
+            finally:
+                call.cancel()

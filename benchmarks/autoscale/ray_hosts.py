@@ -6,10 +6,12 @@ file that is missing from Ray's wheel.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -48,6 +50,7 @@ SETTINGS = {
 _RAY = Path(sys.executable).parent / "ray"
 _MEMORY = 100 << 20
 _START_S = 300.0
+_END_S, _LOOK_S = 60.0, 0.5
 
 
 def marked(mark: str) -> Iterator[psutil.Process]:
@@ -58,6 +61,19 @@ def marked(mark: str) -> Iterator[psutil.Process]:
                 yield process
         except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
             continue
+
+
+def end_marked(mark: str) -> None:
+    """Kill everything with this mark, and what it starts meanwhile; return when all has ended. Raises `TandemError`
+    where some has not in time."""
+    until_s = time.monotonic() + _END_S
+    while found := list(marked(mark)):
+        if time.monotonic() > until_s:
+            raise TandemError(f"{len(found)} processes have not ended {_END_S:g} s after they were killed: {found}")
+        for process in found:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(found, timeout=_LOOK_S)
 
 
 class RayHosts:
@@ -106,8 +122,7 @@ class RayHosts:
         self._end()
 
     def _end(self) -> None:
-        for process in marked(self.mark):
-            process.kill()
+        end_marked(self.mark)
 
     def num_nodes(self) -> int:
         """Beside the head."""
@@ -117,7 +132,7 @@ class RayHosts:
 def _is_raylet(process: psutil.Process) -> bool:
     try:
         return Path(process.cmdline()[0]).name == "raylet"
-    except (psutil.NoSuchProcess, IndexError):
+    except (psutil.Error, IndexError):  # it has ended meanwhile, or is about to
         return False
 
 

@@ -14,17 +14,16 @@ import argparse
 import asyncio
 import json
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import uvloop
 from rich.console import Console
 
 from benchmarks.code import Code
+from benchmarks.in_loop import in_loop
 from benchmarks.peers.models import CACHE, MODEL_OPTIONS, ROOT, Model
 from benchmarks.peers.run import Comparison, compare
 from benchmarks.peers.servers import CONTESTANTS, Contestant, Place, chosen_contestants
@@ -186,19 +185,6 @@ def _peer_versions(venv: Path) -> dict[str, str]:
     answer = subprocess.run([venv / "bin/python", "-c", program], check=True, capture_output=True, text=True)
     found: dict[str, str] = json.loads(answer.stdout)
     return found
-
-
-def in_loop(work: Callable[[], Coroutine[Any, Any, int]]) -> int:
-    """SIGTERM cancels, as SIGINT does: the servers that were started are ended either way."""
-
-    async def cancellable() -> int:
-        task = asyncio.current_task()
-        assert task is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        return await work()
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(cancellable())
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-from benchmarks.peers.__main__ import add_place_options, in_loop, place_of, settings_of
+from benchmarks.in_loop import in_loop
+from benchmarks.peers.__main__ import add_place_options, place_of, settings_of
 from benchmarks.peers.comparisons import OUT, Comparisons
 from benchmarks.peers.models import ROOT
 from benchmarks.peers.servers import CONTESTANTS, TANDEM_COLOCATED, chosen_contestants

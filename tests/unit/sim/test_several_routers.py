@@ -18,6 +18,7 @@ from router.policy.worker_load import WorkerLoad
 from router.request.tenant import Tenant
 from tandem.core.errors import DeadlineError, InternalError, RateLimitError
 from tandem.core.identity import WorkerKey
+from tandem.sim import kernel
 from tandem.sim.command import run
 from tandem.sim.faults import Death
 from tandem.sim.load import Arrival, Lengths, drawn
@@ -264,6 +265,7 @@ def test_of_64_workers_and_8_routers_no_request_costs_more_than_of_8(num_request
 
 def test_requests_that_nobody_lets_go_on_are_told_and_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """While any waits routers tell each other whose turn it is, which brings nothing here."""
+    monkeypatch.setattr(kernel, "MOST_IDLE_S", 60.0)
     monkeypatch.setattr(UnderWay, "may_follow", lambda *_: False)
     world = World(of_routers(2))
     with pytest.raises(InternalError, match="nothing has come of what goes on by itself"):

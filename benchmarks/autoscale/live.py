@@ -62,12 +62,14 @@ class Plan:
     phases: requests a second, and for how long.
     most: workers of each pool; the fewest is one.
     nodes: of each type at most; empty: as many as `most`.
+    max_queued_requests: by default more than come, as a slow host may take as long as the load lasts to start a worker.
     """
 
     phases: Sequence[tuple[float, float]] = ((0.7, 30.0), (4.0, 75.0), (0.7, 75.0))
     most: dict[str, int] = field(default_factory=lambda: {"prefill": 4, "decode": 3})
     nodes: dict[str, int] = field(default_factory=dict)
     shrink_delay_s: float = 20.0
+    max_queued_requests: int = 10_000
     seed: int = 1
 
     def arrivals(self) -> list[Arrival]:
@@ -91,8 +93,7 @@ class Plan:
         return {
             "pools": {"shrink_delay_s": self.shrink_delay_s},
             "slo": {"ttft_ms": 5000, "tpot_ms": 150},
-            # A host that starts workers slowly lets requests wait, and refuses few.
-            "scheduling": {"mixed_pool": False, "max_queued_requests": 10_000},
+            "scheduling": {"mixed_pool": False, "max_queued_requests": self.max_queued_requests},
             "cache": {"prefix_cache": False},
             "transport": {"lease_s": 25.0},  # nobody is lost where all processes of a cluster share few cores
         }

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from benchmarks.autoscale.live import Plan, Watched, simulated
 from benchmarks.autoscale.live_section import plot, section
+from tandem.core.errors import OverloadedError
 from tandem.rpc.v1 import common_pb2, control_pb2, supervisor_pb2
 
 PLAN = Plan(phases=((0.7, 60.0), (4.0, 120.0), (0.7, 120.0)))
@@ -49,6 +51,30 @@ def test_a_worker_that_was_given_up_before_it_served_is_no_start() -> None:
     for at_s, wanted, ready in ((0, 1, 1), (10, 3, 1), (20, 2, 1), (30, 2, 2), (40, 3, 2), (55, 3, 3)):
         watched.hear(told(wanted=wanted, ready=ready), at_s)
     assert watched.starts_s() == [20, 15]
+
+
+def test_more_may_be_given_up_than_were_asked_for() -> None:
+    watched = Watched()
+    for at_s, wanted, ready in ((0, 4, 4), (10, 5, 4), (20, 2, 4), (25, 2, 2), (30, 3, 2), (42, 3, 3)):
+        watched.hear(told(wanted=wanted, ready=ready), at_s)
+    assert watched.starts_s() == [12]
+
+
+@pytest.mark.long
+def test_its_simulation_refuses_what_the_router_refuses_and_counts_it() -> None:
+    """Where no worker starts in time."""
+    plan = replace(PLAN, max_queued_requests=4)
+    said = simulated(plan, 1000.0)
+    assert said["failures"].keys() == {OverloadedError.code}
+    assert said["kept_share"] <= 1 - said["failures"][OverloadedError.code] / len(plan.arrivals())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("start_s", [20.0, 60.0])
+def test_a_load_of_more_than_two_workers_wants_three_however_long_they_take_to_start(start_s: float) -> None:
+    """As the test on nodes has it, where the third has no node."""
+    plan = Plan(((0.7, 15.0), (6.0, 90.0), (0.5, 60.0)), {"prefill": 3, "decode": 2}, shrink_delay_s=15.0)
+    assert max(size for _, size, _ in simulated(plan, start_s)["sizes"]["prefill"]) == 3
 
 
 def test_what_has_no_node_is_noted_once() -> None:

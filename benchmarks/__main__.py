@@ -173,9 +173,11 @@ def _add_autoscale(commands: Any) -> None:
         "--workers", type=int, nargs="+", choices=AUTOSCALE_WORKERS, metavar="N",
         help=f"clusters of so many at most alone: {', '.join(map(str, AUTOSCALE_WORKERS))} (default: all)",
     )  # fmt: skip
-    command.add_argument("--go-on", action="store_true", help="do not simulate again what the file has")
-    command.add_argument("--processes", type=whole(1), default=1, metavar="N", help="at once (default: 1)")
-    _add_json(command, "write everything there; what else it has stays")
+    command.add_argument(
+        "--go-on", action="store_true", help="do not simulate again what the file has of these sources"
+    )
+    command.add_argument("--processes", type=whole(1), metavar="N", help="at once (default: 1)")
+    _add_json(command, "write everything there; of sizes that are not simulated what it has stays, of --live nothing")
 
 
 def _add_law(commands: Any) -> None:
@@ -446,11 +448,16 @@ def _parts(options: argparse.Namespace) -> int:
 
 def _autoscale(options: argparse.Namespace) -> int:
     from benchmarks.autoscale import command, live
+    from tandem.core.errors import ConfigError
 
     if options.live:
+        for name in ("workers", "go_on", "processes"):
+            if getattr(options, name):
+                option = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{option} is for --traces: leave it out with --live", key=option)
         live.run(options.json)
         return 0
-    command.run(options.traces, options.json, options.workers or (), options.processes, goes_on=options.go_on)
+    command.run(options.traces, options.json, options.workers or (), options.processes or 1, goes_on=options.go_on)
     return 0
 
 

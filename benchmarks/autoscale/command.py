@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -27,24 +28,32 @@ def run(
     Args:
         traces: the directory of Azure's files.
         workers: sizes of which all is simulated; empty: all.
-        goes_on: what the file has already is not simulated again.
+        goes_on: what the file has already of these sources is not simulated again.
     """
     sizes = [size for size in SIZES if not workers or size.workers in workers]
     for size in sizes:  # what cannot be read is told before processes start
         load_of(size, traces)
-    known: dict[str, Any] = {}
+    about, known = _about(), dict[str, Any]()
     if json is not None and json.exists():
-        known = json_file.read_format(json, FORMAT, COMMAND)["cases"]
-    wanted = [case for size in sizes for case in cases_of(size) if not (goes_on and case.key in known)]
-    content, tell = {**_about(), "cases": known}, Console(stderr=True, soft_wrap=True)
+        known = of_same_settings(json_file.read_format(json, FORMAT, COMMAND), about)
+    done = {key for key, case in known.items() if case.get("code") == about["code"]["digest"]} if goes_on else set()
+    wanted = [case for size in sizes for case in cases_of(size) if case.key not in done]
+    content, tell = {**about, "cases": known}, Console(stderr=True, soft_wrap=True)
     for number, (key, found) in enumerate(_all(wanted, traces, num_processes), 1):
         kept, hours = f"{found['kept_share']:.1%} kept", f"{hours_of(found):.1f} worker-hours"
         tell.print(f"{number} of {len(wanted)}: {key}: {kept}, {hours}, {found['cpu_s']:.0f} s", highlight=False)
-        known[key] = found
+        known[key] = {**found, "code": about["code"]["digest"]}
         content["cases"] = _in_order(known)
         if json is not None:
             json_file.write(json, content)
     Console(soft_wrap=True).print("\n".join(section(content)).strip(), highlight=False, markup=False)
+
+
+def of_same_settings(content: dict[str, Any], about: dict[str, Any]) -> dict[str, Any]:
+    """Cases of a file that may stand beside those of a run like `about`: those of the same settings. Each says of which
+    sources it is (`code`)."""
+    settings = json.loads(json.dumps(about["settings"]))  # as a file has them
+    return dict(content["cases"]) if content["settings"] == settings else {}
 
 
 def _about() -> dict[str, Any]:

@@ -54,17 +54,25 @@ def section(content: _Found) -> Iterator[str]:
     yield from wrapped(
         f"Simulated by {COMMAND}, so the figures are of no machine (sources {content['code']['digest']}): Azure's "
         f"{', then its '.join(PHASES)}, on the workers of `scenarios/{settings['scenario']}`. Of its two traces come "
-        "as many copies as there are times 32 workers, each up to half a minute sooner or later, and on 8 workers "
-        "a quarter of the requests; so all sizes have as much load for each worker. Each trace lasts "
+        "as many copies as there are times 32 workers, the first as it was recorded and the others up to half a minute "
+        "sooner or later, and on 8 workers a quarter of the requests; so all sizes have as much load for each worker. "
+        "Each trace lasts "
         f"{_listed([f'{minutes:g} minutes on {workers} workers' for workers, minutes in spans.items()])}; a simulation "
         "takes as long as there are requests. Pools have three prefill workers for each decode worker at most, begin "
-        f"with a third of them, and a worker is ready {settings['start_s']:.0f} s after it was asked for. A request is "
-        f"kept that has its first token within {settings['ttft_s']:g} s and each further one within "
+        "with a third of prefill's and three eighths of decode's, rounded, and a worker is ready "
+        f"{settings['start_s']:.0f} s after it was asked for. A request is kept that has its first token "
+        f"within {settings['ttft_s']:g} s and each further one within "
         f"{settings['tpot_s'] * 1e3:g} ms on average. *The law* is Tandem's, with its defaults; with *flexible* "
         "workers one that is to spare goes to the other pool, by `pools.flexible`. *Proportional* is what Kubernetes "
         "does: workers × measured P90 ÷ target, every 15 s, with its tolerance and its five minutes before it shrinks. "
         "*One at a time* adds a worker a minute above 80 %, and takes one away below 50 %."
     )
+    if others := [key for key, case in content["cases"].items() if case.get("code") != content["code"]["digest"]]:
+        yield ""
+        yield from wrapped(
+            f"**Not all is of the same sources**: {_listed(others)} were simulated by others than the rest, so compare "
+            "them with care."
+        )
     yield ""
     titles = "workers", "", "requests kept", "TTFT kept", "worker-hours: prefill", "decode", "in all", "changes"
     yield f"| {' | '.join(titles)} | TTFT p90 | p99 | TPOT p90 |"
@@ -116,8 +124,11 @@ def _beside_fixed(law: _Found, cases: Sequence[_Found]) -> str:
 
 
 def plot(content: _Found) -> str:
-    """An SVG: what each law keeps and costs by the cluster's size, and sizes of the largest over time."""
+    """An SVG: what each law keeps and costs by the cluster's size, and sizes of the largest over time; empty where no
+    size is complete."""
     of_sizes = _by_size(content)
+    if not of_sizes:  # `section` shows none then
+        return svg([], columns=2)
     labels = [str(workers) for workers in of_sizes]
     kept: dict[str, list[tuple[float, float]]] = {name: [] for name in _DRAWN}
     share: dict[str, list[tuple[float, float]]] = {name: [] for name in _DRAWN}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import random
 from itertools import groupby
 from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import AUTOSCALE_WORKERS
+from benchmarks.__main__ import AUTOSCALE_WORKERS, main
+from benchmarks.autoscale import command
 from benchmarks.autoscale.cases import (
     CODE,
     CONV,
@@ -22,6 +24,7 @@ from benchmarks.autoscale.cases import (
     load_of,
     shape_of,
 )
+from benchmarks.autoscale.command import of_same_settings
 from benchmarks.autoscale.laws import Latencies, OneAtATime, Proportional
 from benchmarks.autoscale.section import best_fixed, hours_of, plot, section
 from kvtransfer.layout import KvFormat, LayoutId
@@ -153,7 +156,7 @@ def shape() -> WorldShape:
 def test_the_table_and_the_plot_have_each_law_and_the_best_fixed_size() -> None:
     rng = random.Random(1)
     load = [Arrival(number, 0.6 * number, rng.randint(10, 200), rng.randint(2, 20)) for number in range(300)]
-    found = {case.key: compared(case, shape_of(case, shape()), load) for case in cases_of(SIZES[0])}
+    found = {case.key: {**compared(case, shape_of(case, shape()), load), "code": "d"} for case in cases_of(SIZES[0])}
     law, most = found["8: the law"], found["8: 6 + 2"]
     assert most["worker_hours"]["prefill"] == pytest.approx(6 * most["hours"], rel=0.1)
     assert law["num_changes"]["prefill"]
@@ -165,6 +168,7 @@ def test_the_table_and_the_plot_have_each_law_and_the_best_fixed_size() -> None:
     larger = {f"32{key[1:]}": {**case, "workers": 32} for key, case in found.items()}
     content = {"cases": {**found, **larger}, "settings": settings, "code": {"digest": "d"}}
     text = " ".join(section(content))
+    assert "of the same sources" not in text
     assert all(f"| {workers} | {name} |" in text for workers in (8, 32) for name in SIZES[0].laws)
     assert all(f"| 8 | fixed: {fixed} |" in text for fixed in ("2 + 1", "6 + 2"))
     best = best_fixed(law, list(found.values()))
@@ -181,5 +185,42 @@ def test_sizes_of_which_a_law_is_missing_are_not_told() -> None:
     case = next(cases_of(size))
     settings = {"scenario": "a.yaml", "start_s": 60.0, "ttft_s": 5.0, "tpot_s": 0.1}
     settings |= {"sizes": [{"workers": 8, "phase_s": 600.0}]}
-    found = {case.key: compared(case, shape_of(case, shape()), load)}
-    assert "| 8 |" not in " ".join(section({"cases": found, "settings": settings, "code": {"digest": "d"}}))
+    found = {case.key: {**compared(case, shape_of(case, shape()), load), "code": "d"}}
+    content = {"cases": found, "settings": settings, "code": {"digest": "d"}}
+    assert "| 8 |" not in " ".join(section(content))
+    assert plot(content).endswith("</svg>\n")
+
+
+def test_cases_of_other_sources_are_said_and_those_of_other_settings_are_not_kept() -> None:
+    settings = {"scenario": "a.yaml", "start_s": 60.0, "ttft_s": 5.0, "tpot_s": 0.1}
+    settings |= {"sizes": [{"workers": 8, "phase_s": 600.0}]}
+    about = {"settings": settings, "code": {"digest": "new"}}
+    cases = {"8: a": {"workers": 8, "name": "a", "code": "old"}, "8: b": {"workers": 8, "name": "b", "code": "new"}}
+    assert "**Not all is of the same sources**: 8: a were simulated" in " ".join(section({**about, "cases": cases}))
+    assert of_same_settings({**about, "cases": cases}, about) == cases
+    assert not of_same_settings({"settings": {**settings, "start_s": 30.0}, "cases": cases}, about)
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_what_goes_on_simulates_again_what_is_of_other_sources(
+    traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size, file = Size(8, 60.0), tmp_path / "found.json"
+    monkeypatch.setattr(command, "SIZES", (size,))
+    command.run(traces, file)
+    first = json.loads(file.read_text())
+    assert {case["code"] for case in first["cases"].values()} == {first["code"]["digest"]}
+    marked = {key: {**case, "kept_share": -1.0} for key, case in first["cases"].items()}
+    marked["8: the law"]["code"] = "older"
+    file.write_text(json.dumps({**first, "cases": marked}))
+    command.run(traces, file, goes_on=True)
+    again = json.loads(file.read_text())["cases"]
+    assert again["8: the law"] == {**first["cases"]["8: the law"], "cpu_s": again["8: the law"]["cpu_s"]}
+    assert all(case["kept_share"] == -1 for key, case in again.items() if key != "8: the law")
+
+
+@pytest.mark.parametrize("option", [["--workers", "8"], ["--go-on"], ["--processes", "2"]])
+def test_a_live_run_takes_no_options_of_the_traces(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["autoscale", "--live", *option]) == 1
+    assert f"{option[0]} is for --traces: leave it out with --live" in capsys.readouterr().err

@@ -47,7 +47,7 @@ def section(content: dict[str, Any]) -> Iterator[str]:
     nodes = [num for _, num in live["nodes"]]
     yield from wrapped(
         f"{sum(live['failures'].values()) or 'None'} of the requests failed; {live['kept_share']:.1%} kept their "
-        f"targets. In the simulation {sum(said.get('failures', {}).values()) or 'none'} failed, and "
+        f"targets. In the simulation {sum(said['failures'].values()) or 'none'} failed, and "
         f"{said['kept_share']:.1%} kept them. There were {max(nodes)} nodes at most, and {nodes[-1]} "
         "at the end. What else the host did was not controlled: a busy one makes starts longer, and then requests "
         "are late, or refused."

@@ -50,6 +50,7 @@ def test_lookup_is_held_to_its_goals_and_drafts_to_none() -> None:
 
 
 @pytest.mark.faults
+@pytest.mark.processes
 def test_it_runs(tmp_path: Path) -> None:
     path, sizes = tmp_path / "speculation.json", command.Sizes(rounds=1, output=32)
     with contextlib.redirect_stdout(io.StringIO()) as said:

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -160,8 +160,10 @@ async def start_router(
     return await (await processes.start(name, module, *line)).ready()
 
 
-async def tell_router(router: Child, workers: Iterable[tuple[str, dict[str, Any]]]) -> None:
-    """Tell `router` of its workers: the role and the facts of each."""
+async def tell_router(
+    router: Child, workers: Iterable[tuple[str, dict[str, Any]]], others: Mapping[str, Child] | None = None
+) -> None:
+    """Tell `router` of its workers, the role and the facts of each, and of the routers by name that share its port."""
     members = [
         control_pb2.Member(
             worker_id=facts["id"],
@@ -176,7 +178,10 @@ async def tell_router(router: Child, workers: Iterable[tuple[str, dict[str, Any]
     ]
     async with make_channel(router.facts["control"]) as channel:
         stub: Any = RouterControlStub(channel)
-        await stub.SetMembership(control_pb2.Membership(version=1, members=members), timeout=_TELL_S)
+        membership = control_pb2.Membership(version=1, members=members)
+        for name, other in (others or {}).items():
+            membership.other_routers.add(name=name, control_address=other.facts["control"], shares_port=True)
+        await stub.SetMembership(membership, timeout=_TELL_S)
 
 
 def threads_of_each() -> int:

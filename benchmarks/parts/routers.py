@@ -27,23 +27,25 @@ async def measure_sharing(
     here = directory / f"routers-{num_routers}"
     here.mkdir()
     async with Processes(here) as processes:
-        routers = [await _start(processes, model_dir, "router-0", 0)]
-        port = int(routers[0].facts["http"].rpartition(":")[2])
-        for number in range(1, num_routers):
-            routers.append(await _start(processes, model_dir, f"router-{number}", port))
-        url, pids = routers[0].facts["http"], [router.pid for router in routers]
+        routers, workers, port = dict[str, Child](), dict[str, Child](), 0
+        for name in (f"router-{number}" for number in range(num_routers)):
+            workers[name], routers[name] = await _start(processes, model_dir, name, port)
+            port = int(routers[name].facts["http"].rpartition(":")[2])
+        for name, router in routers.items():
+            others = {other: it for other, it in routers.items() if other != name}
+            await tell_router(router, workers[name].facts.items(), others)
+        url, pids = routers["router-0"].facts["http"], [router.pid for router in routers.values()]
         await _until_all_know_their_workers(url, num_routers)
         rounds = [await stream_all(url, pids, sizes) for _ in range(1 + num_rounds)]
     return rounds[1:]
 
 
-async def _start(processes: Processes, model_dir: Path, name: str, port: int) -> Child:
+async def _start(processes: Processes, model_dir: Path, name: str, port: int) -> tuple[Child, Child]:
+    """Workers, and a router that has yet to be told of them."""
     line = ("--model-dir", str(model_dir))
     workers = await (await processes.start(f"workers-of-{name}", "benchmarks.parts.workers", *line)).ready()
     sharing = ("--name", name, "--siblings", str(processes.directory / "siblings"))
-    router = await start_router(processes, model_dir, *sharing, name=name, port=port)
-    await tell_router(router, workers.facts.items())
-    return router
+    return workers, await start_router(processes, model_dir, *sharing, name=name, port=port)
 
 
 async def _until_all_know_their_workers(url: str, num_routers: int) -> None:

@@ -68,7 +68,8 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Enviro
     folder = tmp_path_factory.mktemp("fresh") / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "--disable-pip-version-check"]
-    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", "--no-compile", str(wheel)], check=True)
+    install = [*pip, "install", "--quiet", "--no-deps", "--no-index", "--no-compile", str(wheel)]
+    subprocess.run(install, env=Environment(folder).variables, check=True)  # else pip may find the checkout instead
     (site_packages,) = folder.glob("lib/python*/site-packages")
     # Paths from .pth files go behind the environment's own, and .pth files found there are not read: the editable
     # installation of the checkout stays out.

@@ -23,8 +23,9 @@ def test_nodes_come_with_the_load_and_go_with_it_and_what_has_none_is_said() -> 
     live = found["live"]
     wanted, ready = (max(size[place] for size in live["sizes"]["prefill"]) for place in (1, 2))
     assert (wanted, ready) == (3, 2)
-    assert live["num_steps"]["prefill-1"] > 0, "who came has served"
-    assert any("prefill-2" in said and "Everything else goes on" in said for said in live["unplaced"])
+    # Of the two that are asked for at once either may have the node that is free.
+    assert sum(name.startswith("prefill") for name in live["num_steps"]) >= 2, "who came has served"
+    assert any("prefill-" in said and "Everything else goes on" in said for said in live["unplaced"])
     assert max(num for _, num in live["nodes"]) > 2
     assert live["nodes"][-1][1] == 2
     assert [size[-1][1:] for size in live["sizes"].values()] == [(1, 1), (1, 1)]

@@ -90,7 +90,7 @@ def test_experts_stay_in_the_bits_of_their_checkpoint(mixture: Mixture, tmp_path
 def test_experts_are_rounded_as_linear_layers_are(mixture: Mixture) -> None:
     engine = helpers.load_engine(mixture.directory, quantize="int8")
     layers = [module for module in engine._model.modules() if isinstance(module, PackedExperts)]
-    assert {panels.numbers.dtype for layer in layers for panels in layer.panels()} == {torch.uint8}
+    assert {panels.numbers.dtype for layer in layers for panels in layer.panels()} == {torch.int8}
     (rounded,), (plain,) = (
         helpers.drive(e, mixture.prompts[2:], chunk=1000, num_new=1) for e in (engine, mixture.engine)
     )

@@ -11,6 +11,7 @@ import pytest
 from decode_worker.job import Prompt
 from tandem.core.sampling import SamplingParams
 from tandem.rpc.v1 import common_pb2 as pb
+from tandem.worker.prompt_room import PromptRoom
 from tests.support.scripted_router import Ask, Outcome, Router
 from tests.support.waiting import until
 from tests.support.worker_pair import (
@@ -60,6 +61,8 @@ async def test_prefill_has_no_part_in_it(pair: WorkerPair) -> None:
     assert outcome.kinds == ["decode.local"]
     assert outcome.local is not None
     assert (outcome.local.num_cached_tokens, outcome.local.num_computed_tokens) == (0, 50)
+    assert {name for name, _ in outcome.chunks} == {"chunk"}
+    assert sum(num_tokens for _, num_tokens in outcome.chunks) == 50
 
 
 @pytest.mark.parametrize("missing_at_most", [25, 26])
@@ -192,7 +195,11 @@ async def test_all_choices_may_end_with_their_first_token(pair: WorkerPair, orac
 async def test_a_new_prompt_takes_what_steps_may_have_and_a_retrys_takes_what_it_needs(
     pair: WorkerPair, oracle: Oracle, attempt: int, num_steps: int
 ) -> None:
-    old = pair.limit(pair.decode, paced_tokens=20)
+    old, scheduler = pair.limit(pair.decode, paced_tokens=20), pair.decode.parts.scheduler
+    learnt, scheduler.prompt_room = scheduler.prompt_room, PromptRoom()
+    # Whatever this machine's own steps take, 20 tokens a step are worth it.
+    scheduler.prompt_room.note(1, 0, 0.01)
+    scheduler.prompt_room.note(0, 32, 0.011)
     try:
         async with Router(pair) as router:
             with Gate(pair.decode.parts.engine, "forward", first=sys.maxsize) as steps:
@@ -201,7 +208,7 @@ async def test_a_new_prompt_takes_what_steps_may_have_and_a_retrys_takes_what_it
                 assert outcome.ids() == oracle.greedy(ask.prompt, 1)
             assert steps.num_calls == num_steps
     finally:
-        pair.decode.parts.scheduler.limits = old
+        scheduler.limits, scheduler.prompt_room = old, learnt
 
 
 async def test_a_long_prompt_is_computed_beside_tokens_in_steps_that_keep_their_time(

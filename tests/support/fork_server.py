@@ -197,6 +197,7 @@ def _serve(tests: socket.socket) -> dict[str, Any] | None:
                 continue
             data = tests.recv(_MESSAGE_BYTES)
             if not data:
+                signal.set_wakeup_fd(-1)  # whoever ends now wakes nobody
                 for pid in children:
                     os.kill(pid, signal.SIGKILL)
                 return None

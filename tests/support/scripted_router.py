@@ -55,6 +55,7 @@ class Outcome:
     kinds: list[str] = field(default_factory=list)  # of all other events, with their side: "decode.granted"
     grant: decode_pb2.Grant | None = None
     local: decode_pb2.ComputesHere | None = None
+    chunks: list[tuple[str, int]] = field(default_factory=list)  # that decode computed of the prompt, and their tokens
     done: prefill_pb2.HandoffDone | None = None
     scores: list[tuple[str, int, pb.TokenScore]] = field(default_factory=list)  # side, index in the prompt
     failures: dict[str, pb.Error] = field(default_factory=dict)  # by side
@@ -173,6 +174,9 @@ class Router:
         if kind == "scored":
             assert not outcome.tokens, "before the first token of a choice"
             outcome.scores += [(side, n, token) for n, token in enumerate(message.tokens, message.first)]
+            return
+        if kind == "computed":
+            outcome.chunks = [(span.name, span.count) for span in message.spans]
             return
         outcome.kinds.append(f"{side}.{kind}")
         if kind == "granted":

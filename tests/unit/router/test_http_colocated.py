@@ -182,8 +182,10 @@ def test_a_burst_beyond_the_queue_bound_is_refused(make_site: MakeSite) -> None:
     """What decode computes waits, and counts, as what prefill does."""
     site = colocate(make_site({"scheduling.max_queued_requests": 4}, with_workers=False))
     site.decode.auto = False
-    waiting = [in_background(site, timeout=5) for _ in range(4)]
-    site.until_metric("tandem_router_waiting_requests", 4)
+    waiting = []
+    for number in range(1, 5):  # one after the other: whose turn is before that of one that is placed is placed, too
+        waiting.append(in_background(site, timeout=5))
+        site.until_metric("tandem_router_waiting_requests", number)
     refused = site.post(prompt="x")
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
     assert int(refused.headers["retry-after"]) >= 1

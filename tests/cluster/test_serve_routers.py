@@ -12,7 +12,7 @@ import psutil
 import pytest
 from serving import Load, Serve, Stream
 
-from tests.support.waiting import SLACK
+from tests.support.waiting import SLACK, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -94,6 +94,8 @@ def test_a_stopped_router_holds_up_nobody_else_until_it_is_killed(serve: Serve) 
     name = sorted(routers(before))[-1]
     stopped = process_of(before, name)
     stopped.suspend()
+    # What it accepts before it stands still stays with it.
+    wait_until(stopped.status, "its stop", 10, wanted=lambda status: status == psutil.STATUS_STOPPED)
     for _ in range(10):
         assert serve.complete(timeout_s=SLACK * 5.0).status_code == 200
     after = until_replaced(serve, name, routers(before)[name]["incarnation"])

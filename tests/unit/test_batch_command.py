@@ -103,6 +103,7 @@ def test_an_answer_is_kept_where_its_name_has_half_of_a_pair(make_site: Callable
     assert statuses(output) == [("\ud83d ö", 200)]
 
 
+@pytest.mark.long
 def test_answers_of_an_earlier_run_are_kept(make_site: Callable[..., Site], tmp_path: Path) -> None:
     site, file, output = make_site(), written(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
     kept = {"custom_id": "r3", "response": {"status_code": 200, "request_id": "x", "body": {}}, "error": None}

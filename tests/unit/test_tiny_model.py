@@ -80,6 +80,7 @@ def test_tokenizer_and_config_agree(model: Any) -> None:
     assert tokenizer("Hello").input_ids[0] == tokenizer.bos_token_id
 
 
+@pytest.mark.long
 @given(st.text(max_size=60).filter(lambda text: "<|" not in text))
 def test_any_text_round_trips(text: str) -> None:
     tokenizers = pytest.importorskip("tokenizers")

@@ -23,6 +23,7 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
     return [data[start:end] for start, end in pairwise(bounds)]
 
 
+@pytest.mark.long
 @given(places=st.lists(st.integers(0, 1000), max_size=30))
 def test_events_are_the_same_however_they_are_cut(places: list[int]) -> None:
     parser = EventParser()

@@ -82,6 +82,7 @@ def test_by_load_alone_nobody_asks_who_holds_what() -> None:
     assert by_held.num_seen_blocks == by_load.num_seen_blocks == 4
 
 
+@pytest.mark.long
 @given(
     prompts=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), min_size=1, max_size=12),
     num_workers=st.integers(1, 3),

@@ -87,6 +87,7 @@ async def test_probes_are_as_long_as_their_rate_asks_for_and_share_lengths_and_n
     assert not any(a != b and a == b[: len(a)] for a in prompts for b in prompts), "none begins as another one"
 
 
+@pytest.mark.long
 async def test_no_probe_begins_when_the_time_is_up() -> None:
     async with serving(Peer(well_behaved)) as url:
         session = Session(Target(url), Workload(fixed_lengths(4, 8, 2), range(128, 256), num_warm_up=0))
@@ -176,6 +177,7 @@ def test_a_pace_is_of_the_slowest_and_both_its_times_count() -> None:
     assert [pace.is_within(limit) for pace in paces] == [True, False, False]
 
 
+@pytest.mark.long
 async def test_a_server_that_never_becomes_idle_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idle, "_SETTLE_S", 0.2)
     async with serving(Peer(well_behaved)) as url, Idleness.measured(url, range(128, 256), 1) as idleness:

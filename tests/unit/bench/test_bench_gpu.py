@@ -114,6 +114,7 @@ def test_where_memory_does_not_do_pages_are_shared_and_that_is_told(engine: Engi
     assert [pages for _, _, pages in steps[0]] == [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 1, 2)]
 
 
+@pytest.mark.long
 def test_what_is_measured_is_told_as_it_comes_and_a_failure_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[int, str | None]] = []
     monkeypatch.setitem(gpu.SIZES, "1b", {"hidden_size": -1})

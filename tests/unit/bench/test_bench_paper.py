@@ -129,6 +129,7 @@ def test_a_request_that_did_not_end_is_endlessly_slow() -> None:
     assert "TTFT p50" in missed_of([None, None])
 
 
+@pytest.mark.long
 def test_the_objectives_are_those_of_the_percentiles_however_early_they_are_lost() -> None:
     """Beside numpy's percentiles of the whole load; and a load that was given up would not have passed."""
     rng, num_early = random.Random(2), 0

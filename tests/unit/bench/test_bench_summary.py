@@ -121,6 +121,7 @@ def test_percentiles_are_those_of_numpy(values: list[float], percent: float) -> 
     assert percentile(sorted(values), percent) == pytest.approx(float(np.percentile(values, percent)), abs=1e-9)
 
 
+@pytest.mark.long
 @given(st.lists(st.floats(0, 1e3), min_size=1))
 def test_a_distribution_is_in_order(values: list[float]) -> None:
     found = distribution(values)

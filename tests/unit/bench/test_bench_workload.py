@@ -138,6 +138,7 @@ def test_lengths_and_times_are_scaled() -> None:
     assert entry == TraceEntry(47, 1, 2.0, block_size=64)
 
 
+@pytest.mark.long
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 300), st.integers(1, 50)), min_size=1, max_size=8),
     seed=st.text(max_size=3),

@@ -173,6 +173,7 @@ def choices(lengths: Sequence[tuple[int, int]]) -> list[Choice]:
 lengths_of_some = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 20)), min_size=1, max_size=12)
 
 
+@pytest.mark.long
 @given(lengths_of_some, st.integers(13, 60))
 def test_nobody_joins_a_static_batch(lengths: Sequence[tuple[int, int]], num_pages: int) -> None:
     scheduler = StaticScheduler(PagePool(num_pages, PAGE), LIMITS)
@@ -191,6 +192,7 @@ def test_nobody_joins_a_static_batch(lengths: Sequence[tuple[int, int]], num_pag
     assert sorted(name for group in groups for name in group) == sorted(one.request_id for one in asked)
 
 
+@pytest.mark.long
 @given(lengths_of_some, st.integers(13, 60), st.booleans())
 def test_contiguous_runs_never_overlap_and_all_come_back(
     lengths: Sequence[tuple[int, int]], num_pages: int, knows: bool
@@ -224,6 +226,7 @@ def test_what_is_free_in_pieces_is_no_run() -> None:
     assert runs.take(10) == range(10)
 
 
+@pytest.mark.long
 @given(st.lists(st.integers(1, 6), max_size=20), st.randoms(use_true_random=False))
 def test_runs_that_are_taken_and_given_back_in_any_order_are_one_again(sizes: list[int], rng: Any) -> None:
     runs, held = Runs(20), list[range]()

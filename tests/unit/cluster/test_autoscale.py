@@ -285,6 +285,7 @@ def test_over_random_loads_it_does_not_flap_and_keeps_to_its_bounds(
         assert world.wanted * OF_ONE > rate(world.now_s), "what comes can be served in the end"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("start_s", [5.0, 60.0, 180.0])
 def test_after_a_step_requests_are_in_time_again_soon_after_workers_have_started(start_s: float) -> None:
     step_s = 900.0

@@ -149,6 +149,7 @@ def test_a_size_or_a_range_replaces_all_that_the_file_says_of_the_pool(
 FREE = "a free port"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("line", "says"),
     [
@@ -254,6 +255,7 @@ def test_a_supervisor_that_does_not_answer_is_named(capsys: pytest.CaptureFixtur
     assert "the supervisor at 127.0.0.1:1 does not answer (UNAVAILABLE" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_stop_forgets_a_cluster_that_is_gone(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

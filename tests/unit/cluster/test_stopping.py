@@ -61,6 +61,7 @@ async def dead_and_alive() -> AsyncIterator[tuple[tuple[Face, str], tuple[Face, 
         yield (faces[0], f"127.0.0.1:{first}"), (faces[1], f"127.0.0.1:{second}")
 
 
+@pytest.mark.long
 async def test_the_next_supervisor_is_asked_when_the_first_one_ends_meanwhile(dead_and_alive: Any) -> None:
     (dead, address), (alive, next_address) = dead_and_alive
 
@@ -81,6 +82,7 @@ async def test_an_unknown_address_is_asked_for_first(dead_and_alive: Any) -> Non
     assert alive.graces == [0.0]
 
 
+@pytest.mark.long
 async def test_a_refusal_or_silence_is_not_an_end(dead_and_alive: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stopping, "STOP_S", 0.2)
     (dead, address), _ = dead_and_alive

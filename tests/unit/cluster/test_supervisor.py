@@ -135,6 +135,7 @@ async def test_a_failed_start_is_killed_and_its_error_kept(world: World) -> None
         assert (error.code, error.message) == ("model_load", "no weights")
 
 
+@pytest.mark.long
 async def test_a_worker_that_cannot_even_be_asked_for_is_tried_again_and_the_others_go_on(world: World) -> None:
     async with supervising(world) as supervisor:
         await until_change(supervisor, lambda: supervisor.cluster.settled)
@@ -470,6 +471,7 @@ async def test_an_upgrade_replaces_all_and_a_second_one_waits_for_its_end(world:
         assert set(world.builds.values()) == {INSTALLED, later}
 
 
+@pytest.mark.long
 async def test_a_drain_beyond_its_time_ends_in_a_kill(world: World) -> None:
     async with supervising(world) as supervisor:
         await until_change(supervisor, lambda: supervisor.cluster.settled)

@@ -135,6 +135,7 @@ def test_an_answer_that_breaks_off_or_is_anothers_is_no_defect(
     assert "defect" not in error
 
 
+@pytest.mark.long
 def test_a_key_is_read_from_the_environment(
     checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

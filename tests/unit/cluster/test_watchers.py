@@ -102,6 +102,7 @@ async def test_a_watcher_ends_some_time_after_the_last_process_of_its_node(
     await asyncio.wait_for(actor.gone.wait(), 20 * LINGER_S)
 
 
+@pytest.mark.long
 async def test_a_watcher_that_is_used_again_in_time_stays(actors: list[FakeActor], spec: ClusterSpec) -> None:
     nodes = NodeWatchers(spec, keep_nothing)
     await nodes.kill("node", PROCESS)

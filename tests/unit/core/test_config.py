@@ -164,6 +164,7 @@ def configs(draw: st.DrawFn) -> Config:
     return from_dict(tree)
 
 
+@pytest.mark.long
 @settings(max_examples=30, deadline=None)
 @given(configs())
 def test_plain_data_and_back(config: Config) -> None:

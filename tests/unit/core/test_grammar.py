@@ -171,6 +171,7 @@ SLOW_TO_READ = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SLOW_TO_READ)
 def test_a_hostile_grammar_is_read_in_a_time_that_grows_with_its_length(name: str) -> None:
     began_s = time.thread_time()

@@ -71,6 +71,7 @@ def test_a_handoff_counts_the_pages_that_are_seen_place_by_place() -> None:
     assert LayerGroups(PAGE, 9).num_handed_off(41) == 11
 
 
+@pytest.mark.long
 @given(held=st.lists(st.tuples(*[st.booleans()] * 3), max_size=16), window=st.integers(1, 5 * PAGE))
 def test_the_longest_beginning_is_found_that_is_held_as_far_as_it_is_seen(
     held: list[tuple[bool, ...]], window: int

@@ -530,6 +530,7 @@ def test_keys_agree_exactly_as_far_as_the_tokens_do(a: list[int], b: list[int], 
         assert (one == other) == (a[:end] == b[:end])
 
 
+@pytest.mark.long
 @given(TOKENS, st.data())
 def test_one_earlier_token_changes_every_later_key(tokens: list[int], data: st.DataObject) -> None:
     if len(tokens) < PAGE_SIZE:

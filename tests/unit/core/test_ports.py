@@ -11,6 +11,7 @@ from tandem.core import ports
 from tandem.core.ports import free_port
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("given", ["32768\t60999", "20000\t60999", "1024\t65000"])
 def test_none_is_of_those_that_the_kernel_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
     file = tmp_path / "ip_local_port_range"

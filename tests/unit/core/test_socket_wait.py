@@ -12,6 +12,7 @@ import pytest
 from tandem.core.socket_wait import TICK_S, came_s
 
 
+@pytest.mark.long
 def test_what_was_read_late_had_come_before() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         client = socket.create_connection(listener.getsockname())

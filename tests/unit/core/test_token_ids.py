@@ -34,6 +34,7 @@ def test_a_copy_grows_alone() -> None:
         token_ids([-1])
 
 
+@pytest.mark.long
 @given(IDS, st.integers(1, 8))
 def test_pages_have_the_keys_that_lists_give(ids: list[int], page_size: int) -> None:
     assert page_keys(token_ids(ids), page_size, b"m") == page_keys(ids, page_size, b"m")

@@ -347,6 +347,7 @@ def test_the_keys_of_a_prompt_whose_handoff_failed_are_listed_while_steps_may_go
     assert seen == [("keys", False), ("end", True)]
 
 
+@pytest.mark.long
 def test_many_that_waited_get_their_pages_in_one_go() -> None:
     world = World(num_pages=4000)
     world.role.ledger._bound = 2000
@@ -702,6 +703,7 @@ def test_pages_of_the_draft_go_with_the_attempt_however_it_ends() -> None:
     world.assert_empty()
 
 
+@pytest.mark.long
 def test_a_preempted_sequence_loses_its_pages_of_the_draft() -> None:
     """Two fill all pages: the second gives up its own, and is replayed when the first has ended."""
     world = Told(list(range(11, 60)), most=0, drafts=True, num_pages=12)

@@ -156,6 +156,7 @@ def test_rows_do_not_depend_on_company_or_threads(shape: tuple[int, int, int, in
             assert torch.equal(found, together[chunk])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ATTEND)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rows_do_not_depend_on_how_a_chunk_is_cut(shape: tuple[int, int, int, int], dtype: str) -> None:

@@ -138,6 +138,7 @@ def test_logits_outlive_the_next_step(paged: PagedModel) -> None:
     assert torch.equal(logits, kept)
 
 
+@pytest.mark.long
 def test_what_a_graph_reads_stays(paged: PagedModel) -> None:
     """A graph knows addresses: memory that is freed after its capture would soon be somebody else's."""
     reads: list[weakref.ref[Compute]] = []

@@ -218,6 +218,7 @@ def test_tensors_without_which_a_model_is_the_same_are_left_out(broken_dir: Path
     assert helpers.load_engine(broken_dir, num_pages=1).weights_sha256 == engine.weights_sha256
 
 
+@pytest.mark.long
 def test_weights_digest_knows_weights_config_and_type(engine: Engine, llama_dir: Path, broken_dir: Path) -> None:
     digests = {engine.weights_sha256}
     assert helpers.load_engine(llama_dir, num_pages=3, page_size=32).weights_sha256 == engine.weights_sha256

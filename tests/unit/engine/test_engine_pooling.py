@@ -43,6 +43,7 @@ def pooled(engine: Engine, chunk: int) -> list[list[float]]:
     return [engine.pooling.finished(vector) for vector in values if not isinstance(vector, InternalError)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arch", "kind"),
     [("qwen3", PoolingKind.LAST), ("llama", PoolingKind.MEAN), ("gpt2", PoolingKind.CLS), ("gemma2", PoolingKind.MEAN)],
@@ -55,6 +56,7 @@ def test_vectors_are_transformers_own_whatever_the_chunks(tmp_path: Path, arch: 
         assert torch.allclose(torch.tensor(pooled(engine, chunk)), wanted, atol=1e-5, rtol=0)
 
 
+@pytest.mark.long
 def test_scores_are_transformers_own(tmp_path: Path) -> None:
     directory = save_scorer(tmp_path / "scorer", arch="qwen3")
     engine = Engine.load(directory, page_size=PAGE, num_pages=40)

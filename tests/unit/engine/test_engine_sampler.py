@@ -163,6 +163,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.faults)])
 def test_distribution(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

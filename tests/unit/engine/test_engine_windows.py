@@ -88,6 +88,7 @@ def test_a_context_that_is_no_longer_than_the_window_hides_nothing(model_dir: Pa
     assert helpers.load_engine(model_dir, max_context=WINDOW).window == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("chunk", [7, PAGE_SIZE, 50])
 def test_pages_behind_the_window_may_be_anybodys(model_dir: Path, kernels: str, chunk: int) -> None:

@@ -84,6 +84,7 @@ def run(model: PagedModel, on_layer: Callable[[int], None] | None = None) -> tor
     return torch.cat([model.forward(step, on_layer) for step in steps()])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("arch", FUSED_ARCHITECTURES)
 def test_logits_are_those_of_the_models_own_parts(arch: str, num_threads: int, tmp_path: Path) -> None:

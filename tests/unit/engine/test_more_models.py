@@ -70,6 +70,7 @@ def test_mixtures_match_generate_however_the_work_is_cut(mixture: Mixture) -> No
             assert torch.equal(alone.logits, company.logits), f"chunks of {chunk}"
 
 
+@pytest.mark.long
 def test_experts_stay_in_the_bits_of_their_checkpoint(mixture: Mixture, tmp_path: Path) -> None:
     """And give the same bits as float32 with these weights."""
     model = make_model(ModelSpec(seed=3), AutoConfig.for_model(mixture.arch, **SIZES, **EXPERTS[mixture.arch]))
@@ -184,6 +185,7 @@ def randomize(model: Any) -> Any:
     return model.eval()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", COMPOSITES)
 def test_the_text_part_of_a_composite_is_what_the_composite_says_of_text(kind: str, tmp_path: Path) -> None:
     is_tied = kind == "gemma3"
@@ -283,6 +285,7 @@ def test_the_context_decides_which_factors_of_longrope_hold(
     assert float((found[40:] - expected(short_prompt)).abs().max()) <= helpers.LOGIT_TOLERANCE
 
 
+@pytest.mark.long
 def test_dynamic_rope_is_the_plain_one_within_the_models_context(tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     config = AutoConfig.for_model("llama", **(SIZES | {"max_position_embeddings": 64, "rope_parameters": rope}))

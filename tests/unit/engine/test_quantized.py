@@ -70,6 +70,7 @@ def test_logits_are_those_of_plain_weights(name: str, tmp_path: Path) -> None:
     assert torch.allclose(logits(engine), logits(same), atol=helpers.LOGIT_TOLERANCE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arch", ["qwen2", "qwen3", "phi"])
 def test_other_architectures_and_biases(arch: str, tmp_path: Path) -> None:
     plain = helpers.save_model(arch, tmp_path / "plain")
@@ -123,6 +124,7 @@ def test_on_its_way_no_more_than_one_part_is_float32(quantized: Path, monkeypatc
     assert most == 1, "of an attention the second product is packed beside the first, of an MLP too"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("but", ["down_proj", "v_proj", "layers.0."])
 def test_layers_that_are_plain_in_a_part_stay_plain(but: str, tmp_path: Path) -> None:
     plain = helpers.save_model("llama", tmp_path / "plain")
@@ -179,6 +181,7 @@ def test_tensors_that_nobody_reads_are_not_left_out(
         helpers.load_engine(edited(quantized, tmp_path / "copy", edit))
 
 
+@pytest.mark.long
 def test_scales_of_inputs_and_of_kv_are_left_out(quantized: Path, tmp_path: Path) -> None:
     def add(tensors: dict[str, torch.Tensor]) -> None:
         tensors[f"{Q}.input_scale"] = torch.ones(1)

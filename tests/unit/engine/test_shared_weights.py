@@ -161,6 +161,7 @@ def test_other_weights_under_the_same_name_are_not_taken(register: Path, caplog:
     assert f"process {os.getpid()} has other weights of the same model" in caplog.text
 
 
+@pytest.mark.long
 def test_what_nobody_has_any_more_is_made_anew(register: Path) -> None:
     model, made = shared(register, *TENSORS)
     before = inode(made)
@@ -255,6 +256,7 @@ def test_it_outlives_its_maker_and_nobody_else(register: Path) -> None:
 NEEDS_VECTORS = pytest.mark.skipif(not is_fast_here(), reason="this CPU has no vectors that the kernels need")
 
 
+@pytest.mark.long
 @NEEDS_VECTORS
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
 def test_engines_that_share_compute_the_same_bits(tmp_path: Path, kind: str) -> None:

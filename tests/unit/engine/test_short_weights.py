@@ -62,6 +62,7 @@ def panels_of(engine: Engine) -> Iterator[torch.Tensor]:
             yield module.panels.numbers
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", SHORT)
 @pytest.mark.parametrize("arch", helpers.ARCHITECTURES)
 def test_logits_are_the_bits_of_float32(
@@ -169,6 +170,7 @@ def test_a_gpu_computes_in_the_type_of_the_weights() -> None:
         assert found == Types.all_of(dtype)
 
 
+@pytest.mark.long
 def test_what_tensors_hold_stays_whatever_the_config_says(tmp_path: Path) -> None:
     """A checkpoint that says bfloat16 and holds float32 is not rounded."""
     model_dir = save(tmp_path, "llama", "float32")
@@ -255,6 +257,7 @@ def test_a_first_batch_of_any_size_is_computed_as_converted(tmp_path: Path) -> N
             assert torch.equal(found, alone[0]), f"{num_rows} rows, {options}"
 
 
+@pytest.mark.long
 @by_two
 def test_only_workers_that_multiply_alike_share_pages(tmp_path: Path) -> None:
     model_dir = save(tmp_path, "llama", "bfloat16")

@@ -91,6 +91,7 @@ def test_a_token_follows_from_its_key_alone(tmp_path: Path) -> None:
     assert tokens(engine, greedy) == tokens(engine, [row(p, temperature=0.0, seed=9) for p in range(200)])
 
 
+@pytest.mark.long
 def test_texts_end_by_themselves_after_so_many_tokens_unless_asked_not_to(tmp_path: Path) -> None:
     engine = engine_of(tmp_path, "model: {output_tokens: 50}")
     ends = set(engine.eos_token_ids)

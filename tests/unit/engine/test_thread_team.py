@@ -83,6 +83,7 @@ def test_calls_of_a_program_go_one_after_the_other(num_threads: int) -> None:
         assert np.array_equal(stages, np.repeat(2 ** np.arange(num_calls + 1)[:, None], num_items, axis=1))
 
 
+@pytest.mark.long
 def test_few_items_are_not_shared() -> None:
     alone = Kernel(_meet, "ii", items_to_share=3)
     begun = np.zeros(1, dtype=np.int64)

@@ -50,6 +50,7 @@ def worlds(draw: st.DrawFn) -> tuple[dict[str, TypeSpec], list[int]]:
     return types, [MOST + 99, *edge]
 
 
+@pytest.mark.long
 @given(worlds())
 def test_the_cheapest_pools_are_found_wherever_the_edge_lies(world: tuple[dict[str, TypeSpec], list[int]]) -> None:
     types, edge = world
@@ -228,6 +229,7 @@ def test_a_type_without_room_for_the_longest_request_is_left_out(tmp_path: Path)
     assert len(list(pairs(plan, types, short))) == 4
 
 
+@pytest.mark.long
 def test_texts_longer_than_the_pages_are_planned_where_all_layers_have_a_window(tmp_path: Path) -> None:
     """An L4 has room for 54,000 tokens beside Mistral 7B."""
 

@@ -230,6 +230,7 @@ async def test_who_waits_for_a_connection_goes_on_when_its_peer_has_ended(site: 
         await connections.wait_whole(site.prefill.peer)
 
 
+@pytest.mark.long
 async def test_a_peer_that_cannot_be_reached_is_tried_until_it_can(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -180,6 +180,7 @@ async def test_a_peer_knows_where_its_answers_go_before_anything_is_sent_to_it(s
     assert not peer.commits.is_open
 
 
+@pytest.mark.long
 async def test_a_peer_that_does_not_take_the_stream_is_none(site: Site) -> None:
     site.decode.knows_streams = False
     peers = site.make(call_timeout_s=0.2)

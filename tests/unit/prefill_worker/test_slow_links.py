@@ -40,6 +40,7 @@ def test_a_handoff_of_4_gib_ends_well_and_the_link_is_full_all_the_time(bytes_pe
     assert 0.7 * bytes_per_s < link.bytes_per_s < 1.4 * bytes_per_s
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bytes_per_s", RATES)
 def test_a_handoff_that_is_cancelled_at_half_drains_well_within_the_grace(bytes_per_s: float) -> None:
     world = over(bytes_per_s)
@@ -56,6 +57,7 @@ def test_a_handoff_that_is_cancelled_at_half_drains_well_within_the_grace(bytes_
     check_nobody_is_blamed(world)
 
 
+@pytest.mark.long
 def test_handoffs_of_one_pair_share_its_link_fairly() -> None:
     world = over(100 * MB)
     told = [world.told[world.start(PAGES_OF_4_GIB // 8)] for _ in range(8)]

@@ -378,6 +378,7 @@ def test_an_overload_wastes_nothing_and_its_queue_is_bounded(factor: float, rate
     assert cluster.num_refused == 0, "it was over long ago"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("narrow", ["prefill", "decode"])
 @pytest.mark.parametrize("rate", [50.0, 200.0])
 @pytest.mark.parametrize("factor", [1.5, *(pytest.param(factor, marks=pytest.mark.faults) for factor in (2.0, 5.0))])
@@ -444,6 +445,7 @@ def test_an_overload_does_not_pass_for_normal() -> None:
     assert admission.num_waiting <= 1
 
 
+@pytest.mark.long
 def test_after_an_overload_credit_for_bursts_comes_back() -> None:
     cluster = Cluster(rate=50.0, max_waiting=64)
     cluster.run(1000.0, 30.0)

@@ -65,6 +65,7 @@ async def test_small_bodies_are_worked_on_at_once_and_large_ones_in_threads() ->
     assert await bodies.work_on(LARGE, threading.current_thread) is not threading.current_thread()
 
 
+@pytest.mark.long
 async def test_no_more_than_two_large_bodies_are_worked_on_at_once() -> None:
     bodies, has_begun, may_end = Bodies(1 << 20), threading.Semaphore(0), threading.Event()
 

@@ -49,6 +49,7 @@ def read(client: openai.OpenAI, file_id: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in client.files.content(file_id).text.splitlines()]
 
 
+@pytest.mark.long
 def test_a_batch_is_answered_in_the_order_of_its_input(make_site: MakeSite, tmp_path: Path) -> None:
     site = make_site({"batches.directory": str(tmp_path)})
     site.prefill.script = site.decode.script = lambda prompt, choice, index: [97, 98, 99, EOS][min(index, 3)]
@@ -149,6 +150,7 @@ def test_each_key_has_its_own_files_and_batches(make_site: MakeSite, tmp_path: P
     assert not any("first" in name or "other" in name for name in names)
 
 
+@pytest.mark.long
 def test_a_batch_that_is_cancelled_keeps_what_was_answered(make_site: MakeSite, tmp_path: Path) -> None:
     site = make_site({"batches.directory": str(tmp_path)})
     client = site.openai()

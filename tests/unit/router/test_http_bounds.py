@@ -94,6 +94,7 @@ def test_a_head_that_does_not_end_is_answered_408(make_site: MakeSite, pace_s: f
     assert "header_timeout_s" in error["message"]
 
 
+@pytest.mark.long
 def test_a_connection_that_says_nothing_is_closed_without_a_word(make_site: MakeSite) -> None:
     site = make_site({"limits.header_timeout_s": 0.2}, with_workers=False)
     with connect(site) as client:
@@ -186,6 +187,7 @@ def test_a_body_that_nobody_reads_is_cut_off_at_the_bound(make_site: MakeSite) -
 # -- number
 
 
+@pytest.mark.long
 def test_connections_beyond_the_bound_are_refused_and_room_comes_back(make_site: MakeSite) -> None:
     site = make_site({"limits.max_connections": 3}, with_workers=False)
     wait_until(lambda: num_connections(site), "0 connections", wanted=lambda num: num == 0)
@@ -302,6 +304,7 @@ async def test_what_comes_while_the_loop_is_busy_has_come_then() -> None:
         writer.close()
 
 
+@pytest.mark.long
 async def test_a_head_that_comes_with_the_end_of_the_body_before_it_has_come_then() -> None:
     arrived_s = []
 

@@ -189,6 +189,7 @@ def test_what_an_assistant_has_thought_reaches_the_template_under_any_name(think
         thinking.prefill.received.clear()
 
 
+@pytest.mark.long
 def test_a_switch_of_reasoning_that_the_model_lacks_is_refused_or_named(site: Site, tmp_path: Path) -> None:
     for wanted in ({"enable_thinking": True}, {"thinking": {"type": "enabled"}}):
         refused = ask(site, **wanted)
@@ -199,6 +200,7 @@ def test_a_switch_of_reasoning_that_the_model_lacks_is_refused_or_named(site: Si
         assert ask(thinking, enable_thinking=False).headers["tandem-ignored-fields"] == "enable_thinking"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("effort", [None, "high"])
 @pytest.mark.parametrize("wanted", [True, False])
 def test_a_template_that_knows_efforts_alone_is_told_of_one(tmp_path: Path, wanted: bool, effort: str | None) -> None:
@@ -212,6 +214,7 @@ def test_a_model_without_reasoning_has_no_such_fields(site: Site) -> None:
     assert message_of(site, reasoning_effort="high").keys() == {"role", "content", "refusal"}
 
 
+@pytest.mark.long
 def test_marks_that_are_special_tokens_part_the_text_and_are_not_in_it(tmp_path: Path) -> None:
     """As `[THINK]` is one of Mistral's models: other special tokens stay hidden."""
     template = "{{ messages[0].content }}{% if x %}[THINK][/THINK]{% endif %}"

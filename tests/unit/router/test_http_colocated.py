@@ -34,6 +34,7 @@ def colocated(make_site: MakeSite) -> Site:
     return colocate(make_site(with_workers=False))
 
 
+@pytest.mark.long
 def test_it_is_healthy_with_a_decode_worker_alone(make_site: MakeSite) -> None:
     site = make_site(with_workers=False)
     site.pool.colocated = True
@@ -163,6 +164,7 @@ def test_pages_that_were_granted_for_a_prefill_worker_that_left_are_given_back(s
     assert (again.attempt, again.unpaced) == (reserve.attempt + 1, True)
 
 
+@pytest.mark.long
 def test_vectors_are_refused_with_what_to_do(checkpoint: Path, tmp_path: Path) -> None:
     directory = tmp_path / "embedder"
     shutil.copytree(checkpoint, directory)

@@ -104,6 +104,7 @@ def test_a_client_that_goes_away_cancels_at_both_workers(site: Site, stream: boo
     assert site.metrics()["tandem_router_waiting_requests"] == 0
 
 
+@pytest.mark.long
 def test_a_deadline_cancels_at_both_workers(site: Site) -> None:
     site.prefill.auto = False
     answer = site.post(prompt="x", max_tokens=5, timeout=0.2)

@@ -50,6 +50,7 @@ def test_a_long_prompt_with_all_alternatives_passes_alone_and_not_twice() -> Non
     assert scored_entries(parse_completion({**asked, "n": 2}, limits, bounds), 32 << 10) > limits.max_prompt_logprobs
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream", [False, True])
 def test_others_are_served_while_a_large_answer_is_made(
     make_site: MakeSite, monkeypatch: pytest.MonkeyPatch, stream: bool

@@ -250,6 +250,7 @@ def test_a_stream_that_fails_ends_with_an_error(site: Site, client: anthropic.An
     assert caught.value.type == "timeout_error"
 
 
+@pytest.mark.long
 def test_keys_are_taken_as_each_client_sends_them(checkpoint: Path, tmp_path: Path) -> None:
     key = "sk-0123456789abcdef"
     keys = tmp_path / "keys"
@@ -289,6 +290,7 @@ def test_an_answer_follows_a_schema(site: Site, client: anthropic.Anthropic) -> 
     assert "city" in site.prefill.wait_for("start").sampling.grammar
 
 
+@pytest.mark.long
 def test_thinking_is_a_block_of_its_own(tmp_path: Path) -> None:
     template = TOOL_TEMPLATE + "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
     with opened_tool_site(tmp_path, template=template) as site:

@@ -19,6 +19,7 @@ def streamed_text(answer: object) -> str:
     return "".join(frame["choices"][0]["text"] for frame in frames(answer))  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("said_by", ["supervisor", "worker"])
 def test_a_draining_decode_workers_requests_go_on_at_another(site: Site, said_by: str) -> None:
     site.decode.auto = False
@@ -69,6 +70,7 @@ def test_where_there_is_no_other_worker_requests_end_where_they_are(site: Site) 
     site.decode.kill()
 
 
+@pytest.mark.long
 def test_requests_move_as_soon_as_another_worker_is_ready(site: Site) -> None:
     site.decode.held_back.clear()
     under_way = in_background(site)
@@ -83,6 +85,7 @@ def test_requests_move_as_soon_as_another_worker_is_ready(site: Site) -> None:
     assert site.decode.wait_for("cancel").attempt == 1
 
 
+@pytest.mark.long
 def test_what_is_on_its_way_to_a_draining_worker_moves_when_it_has_arrived(site: Site) -> None:
     site.prefill.auto = False
     site.decode.held_back.clear()

@@ -70,6 +70,7 @@ def test_each_input_becomes_a_vector_by_prefill_alone(embedder: Site) -> None:
     assert {span["name"] for span in served["spans"]} >= {"prefill"}
 
 
+@pytest.mark.long
 def test_a_batch_of_texts_becomes_vectors(checkpoint: Path, tmp_path: Path) -> None:
     overrides = {"batches.directory": str(tmp_path / "batches")}
     url = "/v1/embeddings"
@@ -124,6 +125,7 @@ def test_what_a_model_does_not_do_is_refused_with_what_it_does(embedder: Site, s
     assert site.post("/v1/embeddings", model="none", input="x").status_code == 404
 
 
+@pytest.mark.long
 def test_dimensions_are_for_models_that_were_made_for_them(checkpoint: Path, embedder: Site, tmp_path: Path) -> None:
     status, field, message = refusal(embedder, "/v1/embeddings", input="x", dimensions=1)
     assert (status, field) == (400, "dimensions")
@@ -168,6 +170,7 @@ def test_another_prefill_worker_takes_over_what_a_lost_one_had(embedder: Site) -
     assert [c.start.attempt for c in other.received if c.WhichOneof("command") == "start"] == [2]
 
 
+@pytest.mark.long
 def test_a_deadline_ends_it_and_the_worker_hears(embedder: Site) -> None:
     embedder.prefill.auto = False
     assert embedder.post("/v1/embeddings", input="x", timeout=0.2).status_code == 504

@@ -186,6 +186,7 @@ def test_log_probabilities_come_where_they_are_asked_for(site: Site) -> None:
     assert [[entry["token"] for entry in one] for one in told] == [["H"], ["e"], ["l"]]
 
 
+@pytest.mark.long
 def test_a_token_that_ends_reasoning_and_begins_the_answer_has_its_log_probability(tmp_path: Path) -> None:
     template = TOOL_TEMPLATE + "<think>{# </think> #}"
     with opened_tool_site(tmp_path, template=template, specials=["m.</think>I"]) as site:
@@ -200,6 +201,7 @@ def test_a_token_that_ends_reasoning_and_begins_the_answer_has_its_log_probabili
         assert [entry["token"] for entry in part["logprobs"]][:5] == ["m.</think>I", " ", "a", "m", "."]
 
 
+@pytest.mark.long
 def test_tokens_that_part_reasoning_from_the_answer_have_no_place_in_it(tmp_path: Path) -> None:
     with opened_tool_site(tmp_path, template=TOOL_TEMPLATE + "<think>{# </think> #}") as site:
         says(site, "Hm.</think>Say <tool, é.")
@@ -296,6 +298,7 @@ def test_an_answer_follows_a_schema(site: Site) -> None:
     assert "city" in site.prefill.wait_for("start").sampling.grammar
 
 
+@pytest.mark.long
 def test_reasoning_is_an_item_of_its_own(tmp_path: Path) -> None:
     template = TOOL_TEMPLATE + "{% if enable_thinking is defined and enable_thinking %}<think>{% endif %}{# </think> #}"
     with opened_tool_site(tmp_path, template=template) as site:
@@ -314,6 +317,7 @@ def test_reasoning_is_an_item_of_its_own(tmp_path: Path) -> None:
         assert again.output_text == "No."
 
 
+@pytest.mark.long
 def test_a_call_goes_on_with_the_same_events_after_its_worker_is_lost(tmp_path: Path) -> None:
     def bare(frames: str) -> list[str]:
         """Without what differs from answer to answer."""

@@ -126,6 +126,7 @@ def test_prefills_exit_as_decode_sees_it_is_its_death(halted: tuple[Site, Any]) 
     assert site.metrics()['tandem_retries_total{reason="worker_lost"}'] == 1
 
 
+@pytest.mark.long
 def test_after_decode_is_lost_the_same_prefill_worker_hands_off_anew(site: Site) -> None:
     """It kept the pages. Another one is idle, and would be chosen otherwise."""
     site.decode.held_back.clear()
@@ -238,6 +239,7 @@ def test_a_silent_worker_is_taken_for_lost_after_the_lease(site: Site) -> None:
     assert other.count("reserve") == 1
 
 
+@pytest.mark.long
 def test_a_refused_handoff_is_tried_again(site: Site) -> None:
     site.decode.auto = False
     under_way = in_background(site)

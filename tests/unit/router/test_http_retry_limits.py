@@ -56,6 +56,7 @@ def lose_two(make_site: MakeSite) -> LoseTwo:
     return lose
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream", [False, True])
 def test_two_deaths_end_a_request_for_good(lose_two: LoseTwo, stream: bool) -> None:
     lost = lose_two(stream=stream)
@@ -125,6 +126,7 @@ def test_the_clients_deadline_holds_while_word_of_lost_workers_is_awaited(lose_t
     assert lost.under_way.result().json()["error"]["code"] == "deadline"
 
 
+@pytest.mark.long
 def test_in_the_last_attempt_too_two_deaths_say_that_it_must_not_be_tried_again(lose_two: LoseTwo) -> None:
     lost = lose_two({"limits.max_attempts": 2})
     lost.site.seen_to_end(lost.first, lost.second)
@@ -236,6 +238,7 @@ def test_an_overloaded_worker_is_left_in_peace_for_as_long_as_it_asks(site: Site
     assert (other.count("reserve"), site.decode.count("reserve")) == (1, 2)
 
 
+@pytest.mark.long
 def test_a_worker_that_stays_overloaded_is_the_clients_429(site: Site) -> None:
     site.decode.auto = False
     under_way = in_background(site)

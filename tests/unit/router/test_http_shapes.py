@@ -220,6 +220,7 @@ def test_names_of_fields_with_space_at_an_end_of_the_header_do_no_harm(site: Sit
     assert response.headers["tandem-ignored-fields"] == ", ".join(names).replace("\n", "?")[:1000].strip(" ")
 
 
+@pytest.mark.long
 def test_metrics_tell_of_a_request(site: Site) -> None:
     told = {"pages": site.decode.status.pages, "unfilled_slots": 24}  # of pages of 16
     site.decode.status = site.decode.status.__class__(decode_tokens=4, late_masks=3, slow_grammars=2, **told)

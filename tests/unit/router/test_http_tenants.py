@@ -72,6 +72,7 @@ def test_tenants_have_salts_of_their_own_and_groups_one(site: Site) -> None:
     assert salt(site, SEARCH, cache_salt="mine") != mine
 
 
+@pytest.mark.long
 def test_salts_are_the_same_at_every_router_of_a_cluster_and_differ_between_clusters(
     make_site: MakeSite, keys: Path
 ) -> None:

@@ -93,6 +93,7 @@ def test_version_load_and_ping(site: Site) -> None:
         assert answer.result().status_code == 200
 
 
+@pytest.mark.long
 def test_keys_guard_all_but_the_ping(checkpoint: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("sk-0123456789abcdef")

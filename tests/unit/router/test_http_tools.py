@@ -87,6 +87,7 @@ def test_calls_and_results_reach_the_template(site: Site) -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("no_calls", [{"tool_calls": None, "audio": None}, {"tool_calls": []}, {}])
 def test_a_message_without_calls_has_none_for_the_template(tmp_path: Path, no_calls: dict[str, Any]) -> None:
     """Llama 3's ask whether `tool_calls` is there, and OpenAI's client writes what is absent as null."""
@@ -173,6 +174,7 @@ def test_arguments_of_a_call_that_are_nested_too_deeply_stay_text(site: Site) ->
     assert '{\\"a\\": [' in prompt_of(site)
 
 
+@pytest.mark.long
 def test_a_template_that_knows_no_tools_is_said_to(checkpoint: Path) -> None:
     with opened_site(checkpoint) as site:
         with pytest.raises(openai.BadRequestError, match="chat template knows none") as caught:
@@ -212,6 +214,7 @@ MISTRAL = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream", [False, True])
 def test_markers_that_are_special_tokens_are_read_and_never_shown(tmp_path: Path, stream: bool) -> None:
     specials = ("[TOOL_CALLS]", "[ARGS]", "[INST]")
@@ -230,6 +233,7 @@ def test_markers_that_are_special_tokens_are_read_and_never_shown(tmp_path: Path
         assert plain == f"I look.weather{ARGUMENTS}", "without tools no special token is text"
 
 
+@pytest.mark.long
 def test_a_model_that_thinks_is_read_with_strict_tools_as_without(tmp_path: Path) -> None:
     thinking = "{% if add_generation_prompt %}<think>{% else %}</think>{% endif %}"
     strict: Any = {"type": "function", "function": {**TOOL["function"], "strict": True}}
@@ -243,6 +247,7 @@ def test_a_model_that_thinks_is_read_with_strict_tools_as_without(tmp_path: Path
         assert [call["function"]["arguments"] for call in said["tool_calls"]] == [ARGUMENTS]
 
 
+@pytest.mark.long
 def test_a_model_that_always_writes_harmony_is_read_without_tools(tmp_path: Path) -> None:
     specials = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
     start, channel, message, end = range(301, 305)

@@ -98,6 +98,7 @@ def test_what_a_worker_cannot_begin_yet_waits_in_the_router(site: Site) -> None:
     assert [started(site, number) for number in range(1, 6)] == list("abcde")
 
 
+@pytest.mark.long
 def test_a_tenant_with_one_request_does_not_wait_for_the_flood_of_another(site: Site) -> None:
     asked = [(FLOOD, letter, {}) for letter in "abcdef"] + [(CALM, "X", {})]
     assert order_of(site, asked).index("X") <= AT_WORKER + 1
@@ -108,6 +109,7 @@ def test_who_may_goes_before_all_others(site: Site) -> None:
     assert order_of(site, asked).index("X") == AT_WORKER
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("field", ["user", "prompt_cache_key", "session_id"])
 def test_the_session_that_has_got_least_goes_first(site: Site, field: str) -> None:
     long = {field: "greedy", "max_tokens": 100, "ignore_eos": True}
@@ -124,6 +126,7 @@ def test_who_is_due_sooner_goes_first(site: Site) -> None:
     assert order_of(site, asked) == ["a", "b", "d", "c"]
 
 
+@pytest.mark.long
 def test_long_prompts_hold_back_no_short_ones(site: Site) -> None:
     """Two are at the worker and two wait in the router when short ones come, which go before all four there; of their
     tenant's turns every fourth would be the oldest's."""
@@ -190,6 +193,7 @@ def test_who_goes_away_before_a_worker_has_begun_leaves_its_place_to_the_next(si
         assert [answer.result().status_code for answer in answers] == [200] * 2
 
 
+@pytest.mark.long
 def test_its_time_out_ends_a_request_that_waits(site: Site) -> None:
     site.prefill.auto = False
     with ThreadPoolExecutor(4) as pool:

@@ -175,6 +175,7 @@ def test_a_client_that_goes_away_leaves_the_wait(patient: Site) -> None:
     assert patient.metrics()["tandem_router_waiting_requests"] == 0
 
 
+@pytest.mark.long
 def test_a_router_that_leaves_ends_the_wait(patient: Site) -> None:
     patient.pool.states["decode-0"] = "failed"
     patient.pool.push()

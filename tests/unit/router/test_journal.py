@@ -98,6 +98,7 @@ def disorder(draw: st.DrawFn) -> tuple[list[list[int]], list[TokenGiven]]:
     return outputs, draw(st.permutations(events + again + stale))
 
 
+@pytest.mark.long
 @given(disorder())
 def test_a_client_sees_each_index_exactly_once_in_order(case: tuple[list[list[int]], list[TokenGiven]]) -> None:
     outputs, events = case
@@ -115,6 +116,7 @@ def test_a_client_sees_each_index_exactly_once_in_order(case: tuple[list[list[in
     assert num_dropped == len(events) - sum(map(len, outputs))
 
 
+@pytest.mark.long
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.data())
 def test_over_attempts_a_client_sees_one_output(output: list[int], data: st.DataObject) -> None:
     """Each attempt goes on behind the journal, sends some of the rest in any order, and fails."""

@@ -90,6 +90,7 @@ def test_each_is_scraped_for_itself(hosts: list[Host]) -> None:
         assert answering == [f'tandem_router_answers{{router="{host.name}"}} 1']
 
 
+@pytest.mark.long
 def test_one_that_has_ended_and_is_not_known_to_have_is_left_out(hosts: list[Host]) -> None:
     first, second, ended = hosts
     request_id = second.serve_one()

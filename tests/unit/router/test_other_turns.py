@@ -342,6 +342,7 @@ def test_with_many_routers_a_word_holds_for_as_long_as_three_of_them_take(num_ro
     assert not turns.go_first(entry, 3.5 * EVERY_S * 39)
 
 
+@pytest.mark.long
 def test_nobody_waits_for_a_router_that_says_nothing() -> None:
     world = World({"a": Load((30, 0)), "b": Load((0, 30))})
     world.run(5.0)

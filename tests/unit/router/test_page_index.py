@@ -129,6 +129,7 @@ _CHANGES = st.lists(
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("swept", [1, 1 << 12], ids=["in pieces", "at once"])
 @given(_CHANGES)
 def test_whatever_comes_a_look_up_says_what_the_workers_have(

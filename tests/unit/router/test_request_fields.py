@@ -215,6 +215,7 @@ def walked(kind: str, described: dict[str, Any]) -> Iterator[tuple[Field, str, d
             yield inner, f"{row.name}.{inner.name}", base, bodies
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_documented_field_is_obeyed_accepted_or_refused_by_name(kind: str, given: Any) -> None:
     for row, name, without, bodies in walked(kind, schemas(given[0], kind)):

@@ -80,6 +80,7 @@ loads = st.builds(
 pools = st.lists(loads, min_size=1, max_size=5, unique_by=lambda w: w.key)
 
 
+@pytest.mark.long
 @given(pools, pools, st.integers(1, 2000), st.randoms())
 def test_a_route_pairs_and_does_not_depend_on_the_order_of_the_snapshot(
     prefill: list[WorkerLoad], decode: list[WorkerLoad], tokens: int, random: object

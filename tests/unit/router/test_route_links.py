@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -150,6 +151,7 @@ def test_who_holds_pages_is_taken_over_a_slow_way_too() -> None:
 figures = st.lists(st.integers(0, 5), min_size=1, max_size=12)
 
 
+@pytest.mark.long
 @given(figures, figures, st.sampled_from([ALONE, Share(1, 2), Share(2, 4), Share(7, 8)]))
 def test_ways_that_cost_nothing_change_nothing(queues: list[int], batches: list[int], share: Share) -> None:
     prefill = [load(f"p{n}", queued=20 * queued) for n, queued in enumerate(queues)]

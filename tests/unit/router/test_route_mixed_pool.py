@@ -193,6 +193,7 @@ loads = st.builds(
 pools = st.lists(loads, max_size=5, unique_by=lambda w: w.key)
 
 
+@pytest.mark.long
 @given(pools, pools, st.integers(1, 4000), st.randoms())
 def test_only_workers_with_room_and_never_against_a_shorter_queue(
     prefill: list[WorkerLoad], decode: list[WorkerLoad], num_tokens: int, random: object

@@ -207,6 +207,7 @@ def _prefills_for(scan: Scan, decode: WorkerLoad) -> set[WorkerKey]:
         return set()
 
 
+@pytest.mark.long
 @given(loads_of("d", 16), some, shares)
 def test_each_order_has_all_workers_by_their_newest_loads(
     loads: list[WorkerLoad], gone: frozenset[WorkerKey], share: Share
@@ -261,6 +262,7 @@ def test_where_more_routers_choose_than_workers_are_idle_those_that_are_so_soon_
     assert set(chosen(8, replace(snapshot, prefill_tokens_per_s=0.0))) == {"p1"}, "how long tokens take is not known"
 
 
+@pytest.mark.long
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 12)), min_size=FEW + 1, max_size=40), st.integers(1, 180))
 def test_where_the_smallest_batches_have_no_room_it_goes_to_one_of_the_roomiest(
     figures: list[tuple[int, int]], num_tokens: int

@@ -70,6 +70,7 @@ def attributes(span: Span) -> dict[str, Any]:
     return {a.key: getattr(a.value, a.value.WhichOneof("value")) for a in span.attributes}
 
 
+@pytest.mark.long
 def test_a_request_becomes_a_span_with_its_parts_under_its_callers(
     make_site: Callable[..., Site], receiver: Receiver
 ) -> None:
@@ -101,6 +102,7 @@ def test_a_request_becomes_a_span_with_its_parts_under_its_callers(
     )
 
 
+@pytest.mark.long
 def test_what_failed_says_so_and_each_attempt_is_an_event(make_site: Callable[..., Site], receiver: Receiver) -> None:
     site = make_site({"tracing.otlp_endpoint": f"{receiver.url}/v1/traces", "limits.max_attempts": 1})
     site.decode.held_back.clear()
@@ -116,6 +118,7 @@ def test_what_failed_says_so_and_each_attempt_is_an_event(make_site: Callable[..
     assert attributes(whole)["error.type"] == "failed"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("flags", "is_sent"), [("01", True), ("00", False)])
 def test_the_caller_decides_whether_its_request_is_sent(
     make_site: Callable[..., Site], receiver: Receiver, flags: str, is_sent: bool

@@ -71,6 +71,7 @@ async def reaching(supervisor: Supervisor) -> AsyncIterator[grpc.aio.Channel]:
         yield channel
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [GET, WATCH])
 @FUZZ
 @given(data=st.data())
@@ -79,6 +80,7 @@ async def test_no_question_breaks_it(running: Running, name: str, data: st.DataO
     check_answer(METHODS[name], payload, await send(running.channel, name, METHODS[name], [payload]))
 
 
+@pytest.mark.long
 @FUZZ
 @given(data=st.data())
 async def test_no_drain_breaks_it(running: Running, data: st.DataObject) -> None:
@@ -87,6 +89,7 @@ async def test_no_drain_breaks_it(running: Running, data: st.DataObject) -> None
     check_answer(METHODS[DRAIN], payload, await send(running.channel, DRAIN, METHODS[DRAIN], [payload]))
 
 
+@pytest.mark.long
 @FUZZ
 @given(data=st.data())
 async def test_no_size_breaks_it(running: Running, data: st.DataObject) -> None:

@@ -148,6 +148,7 @@ def test_the_command_writes_what_a_scenario_reads(tmp_path: Path, capsys: pytest
     assert yaml.safe_load(out.read_text())["times"] == "fitted"
 
 
+@pytest.mark.long
 def test_the_command_writes_speeds_of_shared_cores_as_a_scenario_reads_them(tmp_path: Path) -> None:
     speeds = 1.0, 0.7
     logs = {name: StepLog(tmp_path / "logs", name) for name in ("decode-0", "decode-1", "decode-2")}

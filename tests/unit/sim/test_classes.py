@@ -140,6 +140,7 @@ def test_decode_does_not_compute_what_it_has_read_for_nobody() -> None:
     check_empty(world)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_is_late_nothing_of_it_stays(seed: int) -> None:
     """Short of pages and of time, with and without prefix caches, mixed pools and deaths; steps by steps or at once."""

@@ -45,6 +45,7 @@ def test_a_request_that_is_alone_takes_as_long_on_shared_cores() -> None:
     assert one.e2e_s - one.ttft_s == pytest.approx(10 * (STEP_S + TOKEN_S) + LATENCY_S, rel=0.01)
 
 
+@pytest.mark.long
 def test_cores_for_all_change_nothing_and_one_core_for_two_workers_does() -> None:
     arrivals = drawn(100, 15.0, Lengths(150, 0.5), Lengths(20, 0.5), seed=1)
     _, apart = simulated(SHAPE, arrivals)

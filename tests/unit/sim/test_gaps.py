@@ -16,6 +16,7 @@ from tandem.sim.scenario import Scenario
 from tandem.sim.world import World
 
 
+@pytest.mark.long
 @given(st.lists(st.lists(st.floats(0.001, 5.0), min_size=2, max_size=12), min_size=1, max_size=8))
 def test_the_figures_are_those_of_each_gap_by_itself(all_gaps: list[list[float]]) -> None:
     records, gaps = [], Gaps()

@@ -118,6 +118,7 @@ def conversations(num: int) -> list[Arrival]:
     return found
 
 
+@pytest.mark.long
 def test_an_endless_cache_finds_what_the_load_says_was_there() -> None:
     arrivals, names, expected = conversations(200), BlockNames(), []
     for one in arrivals:

@@ -139,6 +139,7 @@ def test_steps_at_once_are_steps_one_by_one(load: Load, most: int) -> None:
     assert state(at_once) == state(one_by_one)
 
 
+@pytest.mark.long
 @given(loads | tight_loads)
 def test_no_quiet_step_is_missed(load: Load) -> None:
     """Where none is promised, something happens in the next step, or would in the one of a pool that is not as full."""

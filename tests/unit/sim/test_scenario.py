@@ -221,6 +221,7 @@ def test_without_prefill_workers_a_scenario_is_colocated(tmp_path: Path, capsys:
     assert pools[-2] == ["decode", pools[-2][1]], "the part of a request's time"
 
 
+@pytest.mark.long
 def test_tenants_and_refusals_reach_the_world(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (
         "load: {requests: 400, rate: 100, input_median: 2000}\nrefuses: true\n"

@@ -176,6 +176,7 @@ def test_whatever_comes_no_page_is_lost(deaths: tuple[Death, ...]) -> None:
     assert read > 50
 
 
+@pytest.mark.long
 def test_a_file_says_what_tiers_lie_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (
         "prefill: {tokens: 8192}\ndecode: {tokens: 8192}\nnode: {host_gb_per_s: 10, disk_gb_per_s: 2}\n"

@@ -120,6 +120,7 @@ def test_costs_are_hours_times_prices_and_watts_by_what_was_computed(tmp_path: P
     ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_the_command_tells_what_a_cluster_costs_where_it_has_types(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -285,6 +285,7 @@ def test_an_overload_waits_and_is_not_lost() -> None:
     assert max(one.ttft_s for one in outcomes) > 10
 
 
+@pytest.mark.long
 def test_the_same_scenario_gives_the_same() -> None:
     arrivals = drawn(100, 30.0, Lengths(150, 0.8), Lengths(30, 0.8), seed=3)
     first, second = (simulated(SHAPE, arrivals)[1] for _ in range(2))
@@ -325,6 +326,7 @@ def of_tenant(name: str, weight: float = 1.0, priority: int = 0) -> TenantShape:
     return TenantShape(Tenant(name, name, name, weight=weight), priority)
 
 
+@pytest.mark.long
 def test_tenants_with_a_backlog_get_what_their_weights_say() -> None:
     tenants = {"one": of_tenant("one"), "two": of_tenant("two", weight=2.0)}
     shape = dataclasses.replace(SHAPE, tenants=tenants)
@@ -335,6 +337,7 @@ def test_tenants_with_a_backlog_get_what_their_weights_say() -> None:
     assert got["two"] / got["one"] == pytest.approx(2.0, rel=0.15), got
 
 
+@pytest.mark.long
 def test_answers_count_for_tenants_as_prompts_do() -> None:
     """One asks for five times as many tokens with each request: it has so many turns less."""
     shape = dataclasses.replace(SHAPE, tenants={name: of_tenant(name) for name in ("long", "short")})
@@ -481,6 +484,7 @@ def test_none_changes_where_none_is_flexible() -> None:
     assert world.decisions
 
 
+@pytest.mark.long
 def test_who_drains_gets_nothing_new_and_ends_what_it_has() -> None:
     class Shrinks:
         """After four seconds."""
@@ -596,6 +600,7 @@ def test_colocated_workers_share_the_requests() -> None:
 # -- ways
 
 
+@pytest.mark.long
 def test_a_slow_way_is_avoided_once_it_is_known_and_tried_again_later() -> None:
     two = dataclasses.replace(SHAPE, prefill=dataclasses.replace(SHAPE.prefill, num_workers=2))
     arrivals = [Arrival(number, 0.5 * number, 200, 2) for number in range(200)]

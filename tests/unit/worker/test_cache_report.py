@@ -25,6 +25,7 @@ def told(known: set[bytes], news: list[CacheNews]) -> set[bytes]:
     return known
 
 
+@pytest.mark.long
 @given(st.lists(st.tuples(st.sampled_from(["publish", "evict", "discard", "quarantine", "tell"]), st.integers(0, 7))))
 def test_a_router_knows_what_the_pool_holds(changes: list[tuple[str, int]]) -> None:
     pool, report, early = PagePool(4, 16), CacheReport(), set[bytes]()
@@ -96,6 +97,7 @@ _STEPS = st.lists(
 )
 
 
+@pytest.mark.long
 @given(_STEPS)
 def test_whenever_a_router_joins_it_knows_what_all_know(steps: list[Any]) -> None:
     """However much is still to be told."""

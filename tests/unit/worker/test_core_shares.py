@@ -266,6 +266,7 @@ def test_workers_that_join_at_once_all_count(path: Path) -> None:
             process.communicate()
 
 
+@pytest.mark.long
 def test_more_workers_than_slots_are_refused(path: Path) -> None:
     joined = [CoreShares(path, 1) for _ in range(255)]
     try:

@@ -78,6 +78,7 @@ def test_an_eighth_is_ready_beyond_what_was_used_at_rest_and_half_of_that_at_wor
         assert num_resident(arena.tensor) - before >= 2048 * LAYOUT.page_bytes
 
 
+@pytest.mark.long
 def test_work_that_begins_first_has_half_of_it() -> None:
     arena = KVArena(LAYOUT, 2048)
     ahead = PagesAhead(arena, "ahead")

@@ -47,6 +47,7 @@ def least_delay(step_s: StepS, rows: int, prompts: int, target_s: float) -> floa
     return min((delay(step_s, rows, prompts, tokens) for tokens in able), default=float("inf"))
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=60)
 @given(
     st.floats(0.002, 0.02),

@@ -246,6 +246,7 @@ async def test_a_cancel_that_comes_with_a_change_still_ends_the_beat(num_turns: 
     assert done, "the cancel was swallowed"
 
 
+@pytest.mark.long
 async def test_a_long_interval_does_not_hold_the_heartbeat_back() -> None:
     """What a router may take for silence is bounded by the heartbeat alone."""
     hub = make_hub(Handler(), heartbeat_s=0.05, interval_s=60.0)

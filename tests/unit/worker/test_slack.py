@@ -95,6 +95,7 @@ def test_as_they_come_short_prompts_would_wait_for_all_of_a_long_one() -> None:
     assert took_s["short0"] > 20.0
 
 
+@pytest.mark.long
 def test_a_stream_of_short_prompts_that_fills_the_worker_delays_a_long_one_by_its_slack_at_most() -> None:
     """For ever, where only length counted."""
     flood = {f"short{n}": (0.2 * n, SHORT) for n in range(600)}

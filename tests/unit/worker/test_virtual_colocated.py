@@ -14,6 +14,7 @@ from tests.support.handoff_world import DECODE, WorldSpec
 COLOCATED = WorldSpec(num_prefill=0)
 
 
+@pytest.mark.long
 def test_requests_end_with_their_tokens_and_leave_nothing() -> None:
     world = serve(replace(COLOCATED, seed=1))
     assert len(world.requests) == NUM_REQUESTS
@@ -27,6 +28,7 @@ def test_requests_end_with_their_tokens_and_leave_nothing() -> None:
     assert all(node.counters.num_prompt_tokens_cached for node in world.of_role(Role.DECODE))
 
 
+@pytest.mark.long
 def test_prompts_are_computed_in_chunks_of_full_size() -> None:
     """Not in the room that steps have: that would take a step for each eight tokens."""
     world = serve(replace(COLOCATED, seed=1))
@@ -54,6 +56,7 @@ def test_cancels_and_deaths_of_decode_workers_change_no_token_and_leave_nothing(
     assert sum(request.is_cancelled for request in world.requests.values())
 
 
+@pytest.mark.long
 def test_the_only_decode_worker_dies_and_its_requests_wait_for_the_next() -> None:
     world = serve(replace(COLOCATED, seed=2, num_decode=1), crashes={"decode-0": 0.2})
     assert [request.error for request in world.requests.values() if request.error] == []
@@ -70,6 +73,7 @@ def test_streams_that_break_again_and_again_cost_no_request(seed: int) -> None:
     check_tokens(world)
 
 
+@pytest.mark.long
 def test_with_few_pages_workers_preempt_and_end_all_the_same() -> None:
     limits = SchedulerLimits(12, 64, 32, 200, saturating_tokens=32)
     world = serve(replace(COLOCATED, seed=1, decode=replace(DECODE, num_pages=26, limits=limits)))

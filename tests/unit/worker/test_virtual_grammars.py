@@ -96,6 +96,7 @@ def check(world: World) -> None:
         assert not in_flight.journal.dropped["disagreed"]
 
 
+@pytest.mark.long
 def test_every_choice_follows_its_grammar_and_ends_where_it_ends() -> None:
     world = serve(WorldSpec(seed=1))
     check(world)
@@ -105,6 +106,7 @@ def test_every_choice_follows_its_grammar_and_ends_where_it_ends() -> None:
     assert sum(node.counters.num_masks for node in world.of_role(Role.DECODE)) > 100
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(3))
 def test_faults_and_crashes_in_mid_json_change_no_byte(seed: int) -> None:
     spec = WorldSpec(seed=seed, link=LinkSpec(fault_share=0.03), mixed_pool_tokens=12)
@@ -114,6 +116,7 @@ def test_faults_and_crashes_in_mid_json_change_no_byte(seed: int) -> None:
     assert any(len(output) > 3 for flight in moved for output in flight.tokens)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("compile_s", [0.03, 0.4, 3.0])
 def test_grammars_that_compile_slowly_hold_up_their_own_requests_only_and_nothing_is_left(
@@ -139,12 +142,14 @@ def test_grammars_that_compile_slowly_hold_up_their_own_requests_only_and_nothin
     check(world)
 
 
+@pytest.mark.long
 def test_a_preempted_choice_goes_on_in_its_grammar() -> None:
     world = serve(WorldSpec(seed=1, decode=replace(DECODE, num_pages=26)))
     check(world)
     assert sum(node.counters.num_preemptions for node in world.of_role(Role.DECODE))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [0.3, 0.9])
 def test_masks_that_are_late_change_no_byte_and_hold_up_nobody_else(
     monkeypatch: pytest.MonkeyPatch, share: float

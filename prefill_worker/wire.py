@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import assert_never
 
 from prefill_worker.events import Event, HandedOff, LinkChanged, PromptEnded, PromptStarted
 from tandem.rpc.convert import by_name
@@ -10,7 +11,7 @@ from tandem.rpc.v1 import common_pb2 as pb
 from tandem.rpc.v1 import prefill_pb2 as prefill_pb
 from tandem.worker.cache_report import CacheNews
 from tandem.worker.request import AttemptFailed, PromptPooled, PromptScored, TokenSampled
-from tandem.worker.wire import cached_to_proto, failed_to_proto, scored_to_proto, spans_to_proto, token_to_proto
+from tandem.worker.wire import cached_to_proto, failed_to_proto, fill_token, scored_to_proto, spans_to_proto
 
 
 def make_events(
@@ -21,33 +22,36 @@ def make_events(
     Args:
         num_commands: of this router, that `status` shows.
     """
-    messages = [_event_to_proto(event) for event in events]
-    return prefill_pb.PrefillEvents(events=messages, status=status, num_commands=num_commands)
+    message = prefill_pb.PrefillEvents(status=status, num_commands=num_commands)
+    for event in events:
+        _fill(message.events.add(), event)
+    return message
 
 
-def _event_to_proto(event: Event | pb.WorkerInfo) -> prefill_pb.PrefillEvent:
+def _fill(message: prefill_pb.PrefillEvent, event: Event | pb.WorkerInfo) -> None:
     match event:
         case pb.WorkerInfo():
-            return prefill_pb.PrefillEvent(hello=event)
+            message.hello.CopyFrom(event)
         case PromptStarted(key, num_cached_tokens):
             started = prefill_pb.PrefillStarted(**by_name(key), num_cached_tokens=num_cached_tokens)
-            return prefill_pb.PrefillEvent(started=started)
+            message.started.CopyFrom(started)
         case TokenSampled():
-            return prefill_pb.PrefillEvent(first_token=token_to_proto(event))
+            fill_token(message.first_token, event)
         case PromptEnded(key, work, spans):
             ended = prefill_pb.PrefillEnded(**by_name(key), **by_name(work), spans=spans_to_proto(spans))
-            return prefill_pb.PrefillEvent(ended=ended)
+            message.ended.CopyFrom(ended)
         case HandedOff(key, stats, work, spans):
             facts = {**by_name(key), **by_name(stats), **by_name(work), "spans": spans_to_proto(spans)}
-            done = prefill_pb.HandoffDone(**facts)
-            return prefill_pb.PrefillEvent(handoff_done=done)
+            message.handoff_done.CopyFrom(prefill_pb.HandoffDone(**facts))
         case LinkChanged():
-            return prefill_pb.PrefillEvent(link=prefill_pb.LinkChanged(**by_name(event)))
+            message.link.CopyFrom(prefill_pb.LinkChanged(**by_name(event)))
         case PromptScored():
-            return prefill_pb.PrefillEvent(scored=scored_to_proto(event))
+            message.scored.CopyFrom(scored_to_proto(event))
         case PromptPooled(key, values):
-            return prefill_pb.PrefillEvent(pooled=prefill_pb.PromptPooled(**by_name(key), values=values))
+            message.pooled.CopyFrom(prefill_pb.PromptPooled(**by_name(key), values=values))
         case CacheNews():
-            return prefill_pb.PrefillEvent(cached=cached_to_proto(event))
+            message.cached.CopyFrom(cached_to_proto(event))
         case AttemptFailed():
-            return prefill_pb.PrefillEvent(failed=failed_to_proto(event))
+            message.failed.CopyFrom(failed_to_proto(event))
+        case _:
+            assert_never(event)

@@ -27,7 +27,6 @@ from tandem.worker.sequence import FinishReason
 from tandem.worker.spans import Span
 
 FINISH_REASONS = {
-    None: pb.FINISH_REASON_UNSPECIFIED,
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
 }
@@ -61,12 +60,6 @@ def _token_ids(repeated: Iterable[int]) -> TokenIds[int]:
     # numpy takes all of them at once, where an array would take one after the other.
     ids.frombytes(np.asarray(repeated, np.uint32).tobytes())
     return ids
-
-
-def token_to_proto(sampled: TokenSampled) -> pb.Token:
-    message = pb.Token()
-    fill_token(message, sampled)
-    return message
 
 
 def fill_token(message: pb.Token, sampled: TokenSampled) -> None:

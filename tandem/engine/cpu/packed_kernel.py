@@ -15,7 +15,7 @@ all else is as above, with two numbers for one.
 **Whole numbers.** Weights of 8 or 4 bits become float32 in registers, too, and have scales: one for each output, or one
 for each output and `group` of k. The sums of a group are scaled as they are added to those of the groups before. Of 4
 bits eight lie in a word, the first one lowest: `[K / 8][32]`, and a step takes eight numbers of a row. AVX-512 looks
-their values up in a register, which is two thirds of the work of making them from bytes.
+their values up in a register.
 
 More rows than one pass takes are copied first, so that the numbers that a pass reads in one step lie together: rows
 that are a power of two apart share few lines of the L1 cache.

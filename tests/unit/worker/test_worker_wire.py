@@ -36,6 +36,7 @@ from tandem.worker.wire import (
     commit_from_proto,
     commit_to_proto,
     failed_to_proto,
+    fill_token,
     grant_from_proto,
     grant_to_proto,
     part_from_proto,
@@ -43,7 +44,6 @@ from tandem.worker.wire import (
     refusal_from_proto,
     refusal_to_proto,
     spec_from_proto,
-    token_to_proto,
 )  # fmt: skip
 
 LAYOUT = LayoutId("ab" * 32, "bfloat16", 3, 2, 16, 32, digest="other")
@@ -225,13 +225,12 @@ def test_sampling_that_makes_no_sense_is_refused() -> None:
 def test_page_counts_and_tokens() -> None:
     counts = page_counts_to_proto(PageCounts(1, 2, 3, 4, 5))
     assert (counts.free, counts.used, counts.reserved, counts.cached, counts.quarantined) == (1, 2, 3, 4, 5)
-    token = token_to_proto(
-        TokenSampled(KEY, 2, 9, SampledToken(17, -0.5, ((17, -0.5), (3, -1.0))), FinishReason.STOP)
-    )
+    token, plain = pb.Token(), pb.Token()
+    fill_token(token, TokenSampled(KEY, 2, 9, SampledToken(17, -0.5, ((17, -0.5), (3, -1.0))), FinishReason.STOP))
     assert (token.request_id, token.attempt, token.choice, token.index, token.token_id) == ("request", 4, 2, 9, 17)
     assert token.finish_reason == pb.FINISH_REASON_STOP
     assert [(t.token_id, t.logprob) for t in token.top_logprobs] == [(17, -0.5), (3, -1.0)]
-    plain = token_to_proto(TokenSampled(KEY, 0, 0, SampledToken(1), None))
+    fill_token(plain, TokenSampled(KEY, 0, 0, SampledToken(1), None))
     assert (plain.finish_reason, plain.logprob) == (pb.FINISH_REASON_UNSPECIFIED, 0.0)
 
 

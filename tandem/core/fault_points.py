@@ -33,8 +33,8 @@ class _Armed:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self.process = ""
-        # How often an armed point was passed, by its file's inode: arming it anew counts anew.
-        self._passed: dict[tuple[str, int], int] = {}
+        # How often an armed point was passed, by its file: arming it anew counts anew. An inode alone may come back.
+        self._passed: dict[tuple[str, int, int], int] = {}
 
     def reach(self, point: str) -> None:
         for name in (f"{self.process}.{point}", point):
@@ -42,11 +42,12 @@ class _Armed:
 
     def _look(self, armed: Path, point: str) -> None:
         try:
-            text, inode = armed.read_text(), armed.stat().st_ino
+            text, stat = armed.read_text(), armed.stat()
         except FileNotFoundError:
             return
         count, _, action = text.strip().rpartition(" ")
-        passed = self._passed[point, inode] = self._passed.get((point, inode), 0) + 1
+        key = point, stat.st_ino, stat.st_mtime_ns
+        passed = self._passed[key] = self._passed.get(key, 0) + 1
         if passed < int(count or 1):
             return
         file = self._directory / f"{self.process}.{point}"

@@ -12,7 +12,8 @@ import psutil
 import pytest
 from serving import Load, Serve, Stream
 
-from tests.support.waiting import SLACK, wait_until
+from tests.support.stopping import stop_still
+from tests.support.waiting import SLACK
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -93,9 +94,7 @@ def test_a_stopped_router_holds_up_nobody_else_until_it_is_killed(serve: Serve) 
     before = serve.status()
     name = sorted(routers(before))[-1]
     stopped = process_of(before, name)
-    stopped.suspend()
-    # What it accepts before it stands still stays with it.
-    wait_until(stopped.status, "its stop", 10, wanted=lambda status: status == psutil.STATUS_STOPPED)
+    stop_still(stopped.pid)  # what it accepts before that stays with it
     for _ in range(10):
         assert serve.complete(timeout_s=SLACK * 5.0).status_code == 200
     after = until_replaced(serve, name, routers(before)[name]["incarnation"])

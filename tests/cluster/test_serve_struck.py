@@ -19,6 +19,7 @@ import pytest
 from serving import Load, Serve, Stream, rare
 
 from tandem.core.config import TransportConfig
+from tests.support.stopping import stop_still
 from tests.support.waiting import SLACK, nothing, wait_until
 
 pytestmark = pytest.mark.timeout(240)
@@ -144,7 +145,7 @@ def test_a_worker_that_is_stopped_under_load_is_killed_and_replaced(serve: Serve
     with Load(serve, num_clients=4) as load:
         load.wait_for(4)
         process = psutil.Process(before["pid"])
-        process.suspend()
+        stop_still(process.pid)
         serve.until(lambda c: all(w["member"]["incarnation"] != before["incarnation"] for w in c["workers"]))
         serve.until(lambda c: c.get("settled", False))
     assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE

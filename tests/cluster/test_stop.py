@@ -13,6 +13,7 @@ import psutil
 import pytest
 from serving import ROOT, Serve, Stream
 
+from tests.support.stopping import stop_still
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(180)
@@ -80,7 +81,7 @@ def test_a_cluster_that_stops_says_what_it_waits_for(serves: list[Serve], tmp_pa
     decode = psutil.Process(serve.members()["decode-0"]["pid"])
     stream = Stream(serve, max_tokens=1500)
     stream.wait_for_token()
-    decode.suspend()  # so that the request does not end
+    stop_still(decode.pid)  # so that the request does not end
     serve.process.send_signal(signal.SIGINT)
     waits = "stopping: 1 request under way"
     wait_until(lambda: serve.tandem("status").stdout, waits, 15, wanted=lambda said: waits in said)

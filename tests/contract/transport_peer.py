@@ -29,6 +29,7 @@ from kvtransfer.transports.events import (
     WriteHandle,
 )
 from kvtransfer.transports.registry import create_transport
+from tests.support.stopping import stop_still
 from tests.support.waiting import wait_until
 
 ARENA_BYTES = 24 << 20
@@ -227,7 +228,10 @@ class PeerProcess:
 
     def signal(self, number: int) -> None:
         assert self.process.pid is not None
-        os.kill(self.process.pid, number)
+        if number == signal.SIGSTOP:
+            stop_still(self.process.pid)
+        else:
+            os.kill(self.process.pid, number)
 
     def kill(self) -> None:
         """It is gone, and known to be, on return: the server of forks, which reaps it, tells that later."""

@@ -22,6 +22,7 @@ from tandem.core.ports import free_port
 from tandem.rpc.v1.control_pb2 import DrainRouterReply, DrainRouterRequest, OtherRouter, StopRouterRequest
 from tests.support.scripted_pool import ScriptedPool
 from tests.support.scripted_worker import ScriptedDecode, ScriptedPrefill
+from tests.support.stopping import is_still, stop_still
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -63,11 +64,6 @@ class RouterProcess:
         """In order; its exit status."""
         self.pool.control.StopRouter(StopRouterRequest(drain_s=2.0), timeout=10)
         return self.popen.wait(20)
-
-    def is_stopped(self) -> bool:
-        """Each of its threads: one that has not come to its end yet may still accept a connection."""
-        tasks = Path(f"/proc/{self.pid}/task").glob("*/stat")
-        return {task.read_text().rpartition(")")[2].split()[0] for task in tasks} == {"T"}
 
     def end(self) -> None:
         self.popen.kill()
@@ -124,7 +120,7 @@ class SharedPort:
         there = [router for router in self.routers if router.popen.poll() is None and router.pool.workers]
         for router in there:
             router.pool.others = [other.as_other for other in there if other is not router]
-            if not router.is_stopped():
+            if not is_still(router.pid):
                 router.pool.push()
 
     def close(self) -> None:
@@ -143,8 +139,7 @@ class SharedPort:
         """A client with a connection that this router has accepted: the others are stopped until it is there."""
         with httpx.Client(base_url=self.url, timeout=30) as client:
             for other in others:
-                psutil.Process(other.pid).suspend()
-                wait_until(other.is_stopped, f"{other.name} is stopped", 20)
+                stop_still(other.pid)
             try:
                 wait_until(lambda: client.get("/health").status_code, "health", 20, wanted=lambda status: status == 200)
                 assert router.ports()

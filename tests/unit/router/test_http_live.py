@@ -164,8 +164,12 @@ def test_pages_beyond_the_bound_are_refused_and_places_come_free(site: Site) -> 
         assert "pages watch this router" in refused.json()["error"]["message"]
         for stream in streams:
             stream.close()  # type: ignore[attr-defined]
-    with site.http() as client:
-        assert next(iter(events(client)))
+
+    def begun() -> bool:
+        with site.http() as client, client.stream("GET", "/v1/events") as answer:
+            return answer.status_code == 200 and any(line.startswith("data: ") for line in answer.iter_lines())
+
+    wait_until(begun, "a place that comes free once the router has seen that a page has gone")
 
 
 def test_a_router_that_leaves_ends_its_events(site: Site) -> None:

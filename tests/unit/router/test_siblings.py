@@ -31,6 +31,7 @@ from tandem.rpc.v1.control_pb2 import DrainRouterRequest
 from tests.support.scripted_pool import ScriptedPool
 from tests.support.scripted_worker import ScriptedDecode, ScriptedPrefill
 from tests.support.shared_port import BODY, SharedPort, SteadyLoad
+from tests.support.stopping import stop_still
 from tests.support.waiting import wait_until
 
 ANSWER_S = 20.0
@@ -199,7 +200,7 @@ def stream_of(client: httpx.Client, outcome: list[str]) -> threading.Thread:
 def test_a_stopped_router_strands_only_the_connections_that_it_had_accepted(shared: SharedPort) -> None:
     first, second = shared.start("router-0"), shared.start("router-1")
     with shared.accepted_by(first, second) as own, shared.accepted_by(second, first) as stranded:
-        psutil.Process(second.pid).suspend()
+        stop_still(second.pid)
         for _ in range(20):
             assert httpx.post(f"{shared.url}/v1/completions", json=BODY, timeout=ANSWER_S).status_code == 200
         assert own.get("/health").status_code == 200
@@ -328,7 +329,7 @@ def test_one_page_shows_the_requests_of_all(shared: SharedPort, capsys: pytest.C
 @pytest.mark.faults  # it is asked for as long as one may be busy; `make test` has what it is told by, above
 def test_where_the_only_other_router_is_stopped_the_error_names_it(shared: SharedPort) -> None:
     first = shared.start("router-0")
-    first.popen.send_signal(signal.SIGSTOP)
+    stop_still(first.pid)
     run = subprocess.run(
         shared.command("router-1", shared.directory / "never.json"), capture_output=True, text=True, timeout=60
     )

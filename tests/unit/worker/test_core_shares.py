@@ -22,6 +22,7 @@ import pytest
 from tandem.core.errors import ConfigError
 from tandem.worker.cpu import core_shares
 from tandem.worker.cpu.core_shares import CoreShares, lent_threads
+from tests.support.stopping import stop_still
 from tests.support.waiting import wait_until
 
 _REPOSITORY = Path(__file__).parents[3]
@@ -204,7 +205,7 @@ def test_nobody_gets_more_threads_than_there_are_cores(path: Path, monkeypatch: 
 def test_a_stopped_worker_counts_as_idle_after_a_while(path: Path) -> None:
     with _joined(path, 1) as first, _other_process(path) as other:
         assert first.borrow() == 0
-        os.kill(other.pid, signal.SIGSTOP)  # it says that it is busy for 0.3 s at a time
+        stop_still(other.pid)  # it says that it is busy for 0.3 s at a time
         wait_until(first.borrow, "its threads")
         os.kill(other.pid, signal.SIGCONT)
         wait_until(lambda: _is_wanted(first), "its wish to have them back")

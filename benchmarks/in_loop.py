@@ -14,16 +14,22 @@ _T = TypeVar("_T")
 
 
 def in_loop(work: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
-    """What it returns. SIGTERM cancels it, as SIGINT does: what was started is ended either way."""
+    """What it returns. Raises `KeyboardInterrupt` where SIGINT, SIGTERM or SIGHUP came: what was started is ended by
+    each of them."""
 
-    async def cancellable() -> _T:
-        task = asyncio.current_task()
-        assert task is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    async def ended_by_signals() -> _T:
+        _end_by_signals()
         return await work()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(cancellable())
+        return runner.run(ended_by_signals())
+
+
+def _end_by_signals() -> None:
+    """What ends us must end what we started, as Ctrl-C does; but `nohup` keeps its meaning."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            asyncio.get_running_loop().add_signal_handler(number, signal.raise_signal, signal.SIGINT)
 
 
 @contextlib.asynccontextmanager

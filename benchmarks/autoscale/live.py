@@ -161,10 +161,7 @@ def run(json_path: Path | None, plan: Plan | None = None) -> None:
     """Print what was found, and write it to `json_path`. Raises `TandemError`, `ConfigError`."""
     json_file.check_before(json_path)
     tell = Console(stderr=True, soft_wrap=True)
-    try:
-        found = in_loop(lambda: measure(plan or Plan(), lambda text: tell.print(text, highlight=False)))
-    except asyncio.CancelledError:  # by SIGTERM
-        raise KeyboardInterrupt from None
+    found = in_loop(lambda: measure(plan or Plan(), lambda text: tell.print(text, highlight=False)))
     content = {"format": FORMAT, "date": now(), "code": Code.of().as_json(), **found}
     Console(soft_wrap=True).print("\n".join(section(content)).strip(), highlight=False, markup=False)
     if json_path is not None:

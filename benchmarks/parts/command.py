@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import importlib.util
-import signal
 import tempfile
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.in_loop import in_loop
 from benchmarks.parts import figures as parts
 from benchmarks.parts.figures import Figure
 from benchmarks.parts.file import PartsFile
@@ -182,7 +180,7 @@ def run(
     try:
         with tempfile.TemporaryDirectory(prefix="tandem-parts-") as directory:
             setting = _Setting(Path(directory), model, chosen, sizes or PartSizes(), _say_progress)
-            _in_loop(_measure(setting, wanted, found))
+            in_loop(lambda: _measure(setting, wanted, found))
     finally:
         figures = [found.figures[part.name] for part in parts.PARTS if part.name in found.figures]
         if figures:
@@ -206,7 +204,6 @@ class _Found:
 
 async def _measure(setting: _Setting, wanted: frozenset[str], found: _Found) -> None:
     """Fill `found` with the wanted figures, as they come."""
-    _end_by_signals()
     load = OtherLoad()
     setting.tell("is the machine quiet?")
     await asyncio.sleep(_QUIET_S)
@@ -221,20 +218,8 @@ async def _measure(setting: _Setting, wanted: frozenset[str], found: _Found) -> 
         found.figures |= {figure.part.name: figure for figure in figures if figure.part.name in wanted}
 
 
-def _end_by_signals() -> None:
-    """What ends us must end what we started, as Ctrl-C does; but `nohup` keeps its meaning."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            asyncio.get_running_loop().add_signal_handler(number, signal.raise_signal, signal.SIGINT)
-
-
 def _prefixed(title: str, tell: Callable[[str], None]) -> Callable[[str], None]:
     return lambda text: tell(f"{title}: {text}")
-
-
-def _in_loop(work: Any) -> Any:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(work)
 
 
 # --- to the terminal and the file -------------------------------------------------------------------------------------

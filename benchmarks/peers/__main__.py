@@ -11,7 +11,6 @@ docs/benchmarks.md from docs/figures/peers.json.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import subprocess
@@ -64,7 +63,7 @@ def told(program: str, console: Console, work: Callable[[], int]) -> int:
     except TandemError as error:
         console.print(f"{program}: {error.message}", style="red", highlight=False, markup=False, soft_wrap=True)
         return 1
-    except (KeyboardInterrupt, asyncio.CancelledError):
+    except KeyboardInterrupt:
         console.print("interrupted; started again it goes on from here", highlight=False)
         return _INTERRUPTED
 

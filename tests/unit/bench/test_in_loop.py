@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -51,13 +52,35 @@ async def test_what_a_block_raises_stays_what_it_is() -> None:
     assert ended == ["other work"]
 
 
-def test_sigterm_cancels_what_runs_so_that_it_ends_what_it_started() -> None:
+@pytest.fixture
+def as_in_a_terminal() -> Iterator[None]:
+    """Whoever started the tests may ignore some of the signals, as `nohup` does."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("as_in_a_terminal")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_who_ends_it_ends_what_it_started(number: signal.Signals) -> None:
     ended: list[str] = []
 
     async def work() -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         await for_ever(ended)
 
-    with pytest.raises(asyncio.CancelledError):
+    with pytest.raises(KeyboardInterrupt):
         in_loop(work)
     assert ended == ["other work"]
+
+
+@pytest.mark.usefixtures("as_in_a_terminal")
+def test_a_signal_that_is_ignored_ends_nothing() -> None:
+    async def work() -> str:
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0)
+        return "done"
+
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert in_loop(work) == "done"

@@ -22,7 +22,7 @@ def test_a_point_acts_the_nth_time_and_then_no_more(armed: Path) -> None:
     (armed / "decode.step").write_text("3 raise")
     for _ in range(2):
         fault_points.reach("decode.step")
-    with pytest.raises(InternalError, match="decode-0.decode.step"):
+    with pytest.raises(InternalError, match=r"decode-0\.decode\.step"):
         fault_points.reach("decode.step")
     assert [file.name for file in armed.iterdir()] == ["decode-0.decode.step.hit"]
     fault_points.reach("decode.step")

@@ -25,7 +25,7 @@ from benchmarks.code import Code
 from benchmarks.in_loop import in_loop
 from benchmarks.peers.models import CACHE, MODEL_OPTIONS, ROOT, Model
 from benchmarks.peers.run import Comparison, compare
-from benchmarks.peers.servers import CONTESTANTS, Contestant, Place, chosen_contestants
+from benchmarks.peers.servers import CONTESTANTS, QUANTIZED, Contestant, Place, chosen_contestants
 from benchmarks.peers.turns import LOADS, GoodputLoad, Measured, Plan, chosen_loads
 from tandem.bench.load.traces import load_trace, scaled
 from tandem.bench.machine import machine, versions
@@ -74,7 +74,8 @@ def _parser() -> argparse.ArgumentParser:
     what = parser.add_argument_group("what is measured")
     servers, loads = [contestant.name for contestant in CONTESTANTS], [load.name for load in LOADS]
     what.add_argument("--servers", nargs="+", default=servers, metavar="NAME",
-                      help=f"of {', '.join(servers)} (default: all)")  # fmt: skip
+                      help=f"of {', '.join(servers)} (default: these), "
+                           f"{', '.join(each.name for each in QUANTIZED)}")  # fmt: skip
     what.add_argument("--loads", nargs="*", default=loads, metavar="NAME",
                       help=f"of {', '.join(loads)} (default: all)")  # fmt: skip
     what.add_argument("--repetitions", type=int, default=plan.num_repetitions, metavar="N", help="(default: 3)")
@@ -123,7 +124,7 @@ def place_of(options: argparse.Namespace, model: Path, dtype: str) -> Place:
 
 
 def _comparison(options: argparse.Namespace, console: Console) -> Comparison:
-    contestants, messages = chosen_contestants(options.servers, options.peer_venv)
+    contestants, messages = chosen_contestants(options.servers, options.peer_venv, [*CONTESTANTS, *QUANTIZED])
     for name in ("repetitions", "requests", "goodput_requests"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is at least 1")

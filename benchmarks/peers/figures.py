@@ -73,6 +73,11 @@ RATIO_GOALS: dict[tuple[str, str], tuple[Goal | None, ...]] = {
 SHORT_GOALS: dict[tuple[str, str], tuple[Goal | None, ...]] = {
     ("tandem", load): (_at_least(1.2 if load == "D" else 1.0), None, None, _at_most(1.0)) for load in "ABDEF"
 }
+#: Of weights that are rounded when they are loaded, over Tandem with the checkpoint's own: load D is one stream.
+QUANTIZED_GOALS: dict[tuple[str, str], tuple[Goal | None, ...]] = {
+    ("tandem-int8", "D"): (_at_least(1.6),),
+    ("tandem-int4", "D"): (_at_least(2.3),),
+}
 #: Share of the prompt tokens that a prefill worker computed and handed off.
 HANDED_OFF_GOALS = {("tandem", load): _at_least(0.5) for load in ("A", "B", "C")}
 #: p99 of the gap from first to second token, over mean TPOT.

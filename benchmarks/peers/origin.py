@@ -7,10 +7,10 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from benchmarks.peers.figures import Run
-from benchmarks.peers.servers import CONTESTANTS, TANDEM_COLOCATED
+from benchmarks.peers.servers import CONTESTANTS, QUANTIZED, TANDEM_COLOCATED
 from tandem.bench.other_load import QUIET_CORES
 
-TITLES = {contestant.name: contestant.title for contestant in (*CONTESTANTS, TANDEM_COLOCATED)}
+TITLES = {contestant.name: contestant.title for contestant in (*CONTESTANTS, TANDEM_COLOCATED, *QUANTIZED)}
 PEERS = {contestant.name for contestant in CONTESTANTS if contestant.is_peer}
 #: Runs further apart are not compared: the machine may have become another.
 TOGETHER = timedelta(hours=2)

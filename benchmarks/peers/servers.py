@@ -45,10 +45,22 @@ def _tandem(place: Place, *options: str) -> list[Command]:
     return [Command("tandem", argv, place.port)]
 
 
+def _configured(place: Place, config: str) -> list[Command]:
+    path = place.directory / "tandem.yaml"
+    path.write_text(config)
+    return _tandem(place, "--config", str(path))
+
+
 def _strict(place: Place) -> list[Command]:
-    config = place.directory / "tandem.yaml"
-    config.write_text("scheduling:\n  mixed_pool: false\n")
-    return _tandem(place, "--config", str(config))
+    return _configured(place, "scheduling:\n  mixed_pool: false\n")
+
+
+def _int8(place: Place) -> list[Command]:
+    return _configured(place, "model:\n  quantize: int8\n")
+
+
+def _int4(place: Place) -> list[Command]:
+    return _configured(place, "model:\n  quantize: int4\n")
 
 
 def _tandem_colocated(place: Place) -> list[Command]:
@@ -110,6 +122,11 @@ CONTESTANTS = (
 )
 #: Beside them, for whoever asks whether splitting is worth it.
 TANDEM_COLOCATED = Contestant("tandem-colocated", "Tandem, colocated", _tandem_colocated, num_workers=2)
+#: Against Tandem itself, for whoever asks what fewer bits a weight give; nobody's tokens are the same.
+QUANTIZED = (
+    Contestant("tandem-int8", "Tandem, int8", _int8, num_workers=2),
+    Contestant("tandem-int4", "Tandem, int4", _int4, num_workers=2),
+)
 
 
 def chosen_contestants(

@@ -146,6 +146,20 @@ def test_the_page_has_ratios_beside_goals() -> None:
     assert "| vLLM, one engine | 2.50 (fails from 9.00) |  |  |" in lines
 
 
+def test_weights_of_fewer_bits_stand_beside_the_checkpoint_as_it_is() -> None:
+    runs = [
+        run(contestant, number, load="D", rate=rate * number)
+        for contestant, rate in (("tandem", 100.0), ("tandem-int8", 170.0), ("tandem-int4", 220.0))
+        for number in (1, 2)
+    ]
+    lines = docs.page(None, of_quantized=content(*runs)).splitlines()
+    assert "## With fewer bits a weight" in lines
+    assert "| ratio to Tandem | Tandem, int8 | goal | Tandem, int4 | goal |" in lines
+    ratios = "1.70 (1.70 to 1.70) | ≥ 1.6: reached | 2.20 (2.20 to 2.20) | ≥ 2.3: **missed**"
+    assert f"| output tokens/s | {ratios} |" in lines
+    assert not any("the same text" in line for line in lines)
+
+
 def test_what_was_not_measured_is_not_on_the_page() -> None:
     page = docs.page(content(run("tandem", load="B", ms=30.0)))
     assert "## Load B" in page

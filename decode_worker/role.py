@@ -125,13 +125,14 @@ class DecodeRole:
         job = self.ledger.attempts.get(key)
         if job is None:
             try:
-                self._take_in(self._make_job(session, spec, max_local_tokens, unpaced=unpaced))
+                job = self._make_job(session, spec, max_local_tokens, unpaced=unpaced)
+                self._take_in(job)
             except TandemError as error:
                 self._fail(session, key, error)
                 return
             self._cancel_all(lambda job: job.key.request_id == key.request_id and job.key.attempt < key.attempt)
             if spec.params.grammar:  # compiled while prefill computes
-                self._guides.prepare(spec.params.grammar, (), lambda _: None)
+                self._guides.prepare(spec.params.grammar, (), lambda _: None, partial(self.ledger.has, job))
         elif job.local is not None:
             self._emit({job.session: [job.local]})
             return
@@ -232,14 +233,18 @@ class DecodeRole:
         """Whether pages below the pool are read before this one is queued.
 
         Only where it can be computed here then: else its pages come from prefill, and a grant does not wait for a disk.
+        Those that are there are in use all the same, and what comes behind them is kept with them.
         """
         tiers, page_size = self._scheduler.tiers, self._pool.page_size
-        if tiers is None or not job.max_local_tokens:
+        if tiers is None:
             return False
         num_wanted = (job.num_tokens - 1) // page_size  # as the ledger takes
         num_hidden = self._scheduler.num_hidden(num_wanted * page_size)
-        at_least = pages_for(max(0, job.num_tokens - job.max_local_tokens), page_size) - num_hidden
         keys = job.page_keys[num_hidden:num_wanted]
+        if not job.max_local_tokens:
+            tiers.used(keys)
+            return False
+        at_least = pages_for(max(0, job.num_tokens - job.max_local_tokens), page_size) - num_hidden
         begins = tiers.fetch(keys, partial(self._fetched, job), at_least=at_least)
         self._num_fetching += begins
         return begins

@@ -47,6 +47,8 @@ class TokenBook:
     _ended: set[int] = field(default_factory=set, init=False)  # by `id`
     # Of these items, by `id`, all tokens were guessed and are noted, since what comes next cannot be told yet.
     _all_noted: set[int] = field(default_factory=set, init=False)
+    # Of these items, by `id`, why what comes behind the guesses that were right could not be sampled.
+    _errors_behind: dict[int, TandemError] = field(default_factory=dict, init=False)
 
     def begin_masks(self, batch: Batch) -> None:
         """Have the masks made that this step's sampling needs, while it is computed."""
@@ -74,6 +76,7 @@ class TokenBook:
         self.counters.num_late_masks += len(late)
         self._sampled = self._sample_but(late, items, logits[_newest_rows(items)] if has_guesses else logits)
         self._all_noted.clear()
+        self._errors_behind.clear()
         if has_guesses:
             self._follow_guesses(items, logits)
         return [_to_append(item.sequence.owner, tokens) for item, tokens in zip(items, self._sampled, strict=True)]
@@ -122,10 +125,14 @@ class TokenBook:
             ahead += 1
             fault_points.reach("decode.guessed")
             behind = self._sample(going_on, logits[[newest_rows[index] + ahead for index in indices]], ahead)
-            for index, tokens in zip(indices, behind, strict=True):
+            for index, item, tokens in zip(indices, going_on, behind, strict=True):
                 before = sampled[index]
                 assert not isinstance(before, TandemError)
-                sampled[index] = tokens if isinstance(tokens, TandemError) else before + tokens
+                if isinstance(tokens, TandemError):  # what comes before it is right, and is given out first
+                    self._all_noted.add(id(item))
+                    self._errors_behind[id(item)] = tokens
+                else:
+                    sampled[index] = before + tokens
 
     def book(self, batch: Batch) -> int:
         """Give out what a step sampled, which the scheduler has booked; returns how many admissions it was the first
@@ -154,6 +161,8 @@ class TokenBook:
                         sequence.guessed_by.judge(len(item.guesses), num_noted)
                         self.counters.note_guesses(sequence.guessed_by.source, len(item.guesses), num_noted)
                     self._book(sequence, tokens, num_noted, events)
+                    if (error := self._errors_behind.get(id(item))) and any(one is sequence for one in job.sequences):
+                        self._fail(sequence, error, events)
                 case Prompt(error=InternalError() as error):
                     self._fail(sequence, error, events)
                 case Prompt() if sequence.num_computed == sequence.num_prompt:

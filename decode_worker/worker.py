@@ -347,9 +347,12 @@ def _guesses(parts: WorkerParts, clock: Clock) -> Guesses | None:
     most, draft, limits = parts.config.speculation.lookup_tokens, parts.draft, parts.request_limits
     if not most and draft is None:
         return None
+    num_rows, page_size = _num_rows(parts.engine), parts.scheduler.pool.page_size
+    if not num_rows:  # guessing nothing would still keep steps from being planned ahead
+        _log.warning("speculation.lookup_tokens has no effect here: guesses are for decode workers on CPUs")
+        return None
     drafts = _drafts(parts, draft, clock) if draft is not None else None
-    page_size = parts.scheduler.pool.page_size
-    return Guesses(most, _num_rows(parts.engine), page_size, limits.max_context, limits.eos, drafts)
+    return Guesses(most, num_rows, page_size, limits.max_context, limits.eos, drafts)
 
 
 def _drafts(parts: WorkerParts, draft: Engine, clock: Clock) -> Drafts:

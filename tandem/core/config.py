@@ -284,8 +284,8 @@ class SpeculationConfig:
 
     lookup_tokens: int = _key(
         0, "The most tokens that a decode step guesses for a sequence, from where its newest tokens came before in its "
-        "prompt or output; 0: none. They are computed beside those of the step and taken as far as they are right, so "
-        "outputs are the same where results do not depend on how the work is cut. "
+        "prompt or output; 0: none, and on GPUs there are none. They are computed beside those of the step and taken "
+        "as far as they are right, so outputs are the same where results do not depend on how the work is cut. "
         "Set it where outputs repeat much of their prompts, as edits do, and few requests run at a time.",
         minimum=0, maximum=64,
     )

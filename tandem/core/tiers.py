@@ -37,8 +37,11 @@ class PageTiers(Protocol):
     def discarded(self, keys: Iterable[bytes]) -> None:
         """What is kept under these keys may be wrong: nobody finds it any more."""
 
+    def used(self, keys: Sequence[bytes]) -> None:
+        """A prompt begins with these pages: they go later than what was used before."""
+
     def fetch(self, keys: Sequence[bytes], then: Fetched, *, at_least: int = 1) -> bool:
-        """Read pages of a prompt back into the pool's cache, where that is worth it.
+        """Read pages of a prompt back into the pool's cache, where that is worth it. They are in use from now on.
 
         Args:
             keys: of the prompt's leading pages, as many as would be used.

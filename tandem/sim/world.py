@@ -371,14 +371,17 @@ class World:
             self._give_pages(decode)
 
     def _fetches_at_decode(self, decode: Machine, job: Job) -> bool:
-        """As `_fetches`, only where the prompt can be computed here then."""
-        if decode.tiers is None or not job.max_local_tokens:
+        """As `_fetches`, only where the prompt can be computed here then; in use its pages are anyhow."""
+        if decode.tiers is None:
             return False
         page_size = decode.pool.page_size
         num_wanted = (job.num_tokens - 1) // page_size
         num_hidden = decode.scheduler.num_hidden(num_wanted * page_size)
-        at_least = pages_for(max(0, job.num_tokens - job.max_local_tokens), page_size) - num_hidden
         keys = job.page_keys[num_hidden:num_wanted]
+        if not job.max_local_tokens:
+            decode.tiers.used(keys)
+            return False
+        at_least = pages_for(max(0, job.num_tokens - job.max_local_tokens), page_size) - num_hidden
         begins = decode.tiers.fetch(keys, lambda _: self._fetched_at_decode(decode, job), at_least=at_least)
         decode.num_fetching += begins
         return begins

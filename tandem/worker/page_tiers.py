@@ -236,7 +236,7 @@ class TieredPages:
 
     def fetch(self, keys: Sequence[bytes], then: Fetched, *, at_least: int = 1) -> bool:
         """As `PageTiers.fetch`."""
-        self._note_use(keys)
+        self.used(keys)
         missing = keys[self._pool.match(keys) :]
         if missing and (fetch := self._fetches.get(missing[0])) is not None:
             fetch.waiting.append(lambda _: self._go_on(keys, then, at_least))
@@ -297,7 +297,8 @@ class TieredPages:
             tokens_per_s=self._compute_rate.at(now_s),
         )
 
-    def _note_use(self, keys: Sequence[bytes]) -> None:
+    def used(self, keys: Sequence[bytes]) -> None:
+        """As `PageTiers.used`."""
         with self._mutex:
             begins = not self._uses
             self._uses.append(keys)

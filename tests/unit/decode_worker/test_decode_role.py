@@ -21,7 +21,14 @@ from kvtransfer.protocol.grants import ReceiverLimits
 from kvtransfer.protocol.messages import AttemptKey, Commit, CommitPart, FirstToken, Grant, RefusalReason
 from kvtransfer.transports.loopback import LoopbackNetwork, LoopbackTransport
 from tandem.core.clock import VirtualClock
-from tandem.core.errors import DrainingError, InternalError, InvalidRequestError, OverloadedError, TandemError
+from tandem.core.errors import (
+    DrainingError,
+    InternalError,
+    InvalidRequestError,
+    OverloadedError,
+    SlowGrammarError,
+    TandemError,
+)
 from tandem.core.pages import PagePool, page_keys
 from tandem.core.sampling import SampledToken, SampleRow, SamplingParams
 from tandem.core.tiers import Fetched
@@ -533,6 +540,33 @@ class Told(World):
         self.role.after_step(batch)
 
 
+class Failing(Told):
+    """What comes at this position of the output cannot be sampled."""
+
+    fails_at = 0
+
+    def sample(self, logits: Any, rows: Sequence[Sequence[SampleRow]]) -> list[list[SampledToken | TandemError]]:
+        sampled = super().sample(logits, rows)
+        for at, (row,) in enumerate(rows):
+            if row.position == self.fails_at:
+                sampled[at] = [SlowGrammarError("too slow")]
+        return sampled
+
+
+@pytest.mark.parametrize("fails_at", range(1, 20))
+def test_what_comes_before_an_error_is_given_out_whatever_was_guessed(fails_at: int) -> None:
+    world = Failing([11, 12, 13, 14] * 5)
+    world.fails_at = fails_at
+    params = SamplingParams(temperature=0, max_tokens=20)
+    world.role.reserve(SESSION, AttemptSpec(AttemptKey("r", 1), 0, (2, 3, 4), params, 1), 99)
+    while world.role.ledger.attempts:
+        world.step()
+    assert [token for _, token, _ in world.tokens()] == world.text[:fails_at]
+    assert isinstance(world.events[-1], AttemptFailed)
+    assert isinstance(world.events[-1].error, SlowGrammarError)
+    world.assert_empty()
+
+
 def test_right_guesses_are_taken_and_the_first_wrong_one_ends_them() -> None:
     """The text of the output repeats itself, breaks off, and repeats itself again."""
     text = [11, 12, 13, 14, 11, 12, 13, 14, 11, 12, 20, 21, 11, 12, 13, 14, 11, 12, 20, 21, 22, 23, 24, 25]
@@ -723,6 +757,23 @@ def test_a_preempted_sequence_loses_its_pages_of_the_draft() -> None:
     world.assert_empty()
 
 
+def test_the_grammar_of_who_has_gone_is_not_compiled() -> None:
+    world, wanted = World(), list[Callable[[], bool]]()
+
+    class Noted:
+        def prepare(self, grammar: str, outputs: Any, then: Any, is_wanted: Callable[[], bool]) -> None:
+            wanted.append(is_wanted)
+
+    world.role._guides = cast(Any, Noted())
+    grammar = LLMatcher.grammar_from_regex("[a-z]+")
+    spec = AttemptSpec(AttemptKey("r", 1), 0, (2, 3, 4), SamplingParams(max_tokens=5, grammar=grammar), 1)
+    world.role.reserve(SESSION, spec, 0)
+    (is_wanted,) = wanted
+    assert is_wanted()
+    world.role.cancel(spec.key)
+    assert not is_wanted()
+
+
 class Rates:
     """Tiers that hold nothing, and note what they are told of computing."""
 
@@ -737,7 +788,22 @@ class Rates:
 
     def entered(self, *_: Any) -> None: ...
 
-    discarded = entered
+    discarded = used = entered
+
+
+def test_the_pages_that_a_prompt_begins_with_are_in_use_also_where_prefill_computes_it() -> None:
+    """What it adds to the tiers lies behind them."""
+
+    class Noted(Rates):
+        def used(self, keys: Sequence[bytes]) -> None:
+            noted.append(list(keys))
+
+    world, noted = World(), list[list[bytes]]()
+    world.scheduler.tiers = cast(Any, Noted())
+    key = world.reserve("handed off", num_tokens=3 * PAGE + 1)
+    job = world.role.ledger.attempts[key]
+    assert noted == [list(job.page_keys[:3])]
+    assert len(noted[0]) == 3
 
 
 def test_guesses_say_nothing_of_how_fast_prompts_are_computed() -> None:

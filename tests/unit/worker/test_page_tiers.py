@@ -13,7 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tandem.core.pages import CacheChange, PagePool, PageState
+from tandem.core.pages import CacheChange, PagePool, PageState, page_keys
+from tandem.core.token_ids import token_ids
 from tandem.worker.batch import SchedulerLimits
 from tandem.worker.host_tier import HostTier
 from tandem.worker.page_tiers import TieredPages
@@ -506,3 +507,25 @@ def test_a_host_tier_that_is_closed_holds_no_memory_any_more() -> None:
     assert not tier.get(b"a0", into)
     assert not tier.get(b"a1", into)
     assert tier.held() == (0, 0)
+
+
+def test_pages_behind_a_prompt_in_use_stay_with_it_and_what_was_asked_once_goes() -> None:
+    """A conversation whose prompt is computed elsewhere goes on in tiers that are full."""
+    world = World(num_pages=40, num_slots=10)
+
+    def keys_of(token: int, num: int) -> list[bytes]:
+        return page_keys(token_ids([token]) * (num * PAGE_SIZE), PAGE_SIZE, b"m")
+
+    def computed(keys: list[bytes]) -> None:
+        pages = world.compute(keys)
+        assert pages is not None
+        world.pool.release(pages)
+        world.run()
+
+    conversation, once = keys_of(1, 7), keys_of(2, 3)
+    for keys in (conversation[:4], once, keys_of(3, 3)):
+        computed(keys)
+    world.tiers.used(conversation[:4])
+    computed(conversation)
+    assert all(map(world.store.has, conversation))
+    assert not any(map(world.store.has, once))

@@ -10,9 +10,10 @@ Decoding", ICML 2023.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as SeqOf
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from typing import ClassVar, Protocol
 
@@ -60,12 +61,19 @@ class Lookup:
 
     Args:
         token_ids: the sequence's own, which grow.
+        most_tokens: to which they can grow.
     """
 
     token_ids: TokenIds[int]
-    # By the hash of a run, which takes less memory than the run: the position behind it, which is one of `token_ids`.
-    _behind: dict[int, int] = field(default_factory=dict)
-    _num_noted: int = min(_RUNS)
+    most_tokens: InitVar[int]
+    # By the hash of a run: the position behind it, which is one of `token_ids`; 0: none. Of runs that share a place the
+    # newest stands there: a few are not found, and a text takes 16 to 32 bytes a token, where a dictionary takes 200.
+    _behind: array[int] = field(init=False)
+    _num_noted: int = field(default=min(_RUNS), init=False)
+
+    def __post_init__(self, most_tokens: int) -> None:
+        num_places = 1 << (2 * len(_RUNS) * most_tokens - 1).bit_length()  # a power of two: at most half are taken
+        self._behind = array("I", bytes(num_places * array("I").itemsize))
 
     def note(self, most: int) -> None:
         """Take up to `most` tokens more into account."""
@@ -73,7 +81,7 @@ class Lookup:
         for place in range(self._num_noted, end):
             for run in _RUNS:
                 if run <= place:
-                    self._behind[hash(tuple(self.token_ids[place - run : place]))] = place
+                    self._behind[self._place_of(self.token_ids[place - run : place])] = place
         self._num_noted = max(self._num_noted, end)
 
     def next_tokens(self, num: int) -> list[int]:
@@ -86,8 +94,11 @@ class Lookup:
 
     def _find(self, run: TokenIds[int]) -> int | None:
         """The position behind it where it came last."""
-        place = self._behind.get(hash(tuple(run)))
-        return place if place is not None and self.token_ids[place - len(run) : place] == run else None
+        place = self._behind[self._place_of(run)]
+        return place if place and self.token_ids[place - len(run) : place] == run else None
+
+    def _place_of(self, run: TokenIds[int]) -> int:
+        return hash(tuple(run)) & (len(self._behind) - 1)
 
 
 @dataclass(slots=True)
@@ -169,7 +180,7 @@ class Guesses:
         left = room
         for num_behind, sequence in zip(range(len(running) - 1, -1, -1), running, strict=True):
             most = min(self.most, left - min(num_behind, left - 1), self._num_possible(sequence))
-            guesser = sequence.guesser = sequence.guesser or Guesser(Lookup(sequence.token_ids))
+            guesser = sequence.guesser = sequence.guesser or self._guesser(sequence)
             guesses = guesser.guess(most)
             ends = (index for index, token in enumerate(guesses) if may_end(sequence, token, self.ends))
             sequence.guesses, sequence.guessed_by = tuple(guesses[: next(ends, len(guesses))]), guesser
@@ -177,6 +188,10 @@ class Guesses:
             if left < 1:
                 break
         return room - left
+
+    def _guesser(self, sequence: Sequence) -> Guesser:
+        most_tokens = min(self.max_context, sequence.num_prompt + sequence.params.max_tokens)
+        return Guesser(Lookup(sequence.token_ids, most_tokens))
 
     def _num_possible(self, sequence: Sequence) -> int:
         """Before its page, its output or its context ends."""

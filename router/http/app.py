@@ -25,7 +25,7 @@ from router.http.batches import BatchRoutes, routes_where_off
 from router.http.batches_openapi import BATCHES
 from router.http.bodies import Bodies
 from router.http.counting import Counting
-from router.http.error_shapes import error_body_at, is_of_messages
+from router.http.error_shapes import error_body_at, is_of_messages, unforeseen
 from router.http.exchange import STREAM_HEADERS, Exchange, send_error
 from router.http.grammars import GrammarCheck
 from router.http.live import Live, explained, live_page, wants_page
@@ -47,7 +47,7 @@ from router.policy.choose import check_ready
 from router.responses.openapi import RESPONSES
 from router.responses.read import read_response
 from tandem.core import metrics
-from tandem.core.errors import AuthenticationError, DrainingError, InternalError, InvalidRequestError, TandemError
+from tandem.core.errors import AuthenticationError, DrainingError, InvalidRequestError, TandemError
 from tandem.core.logging import bound
 from tandem.core.version import version
 
@@ -132,7 +132,7 @@ def _batch_routes(
     exchanges = {
         path: Exchange(apart, card, behind_all(read_body), bodies, grammars) for path, read_body in served.items()
     }
-    batches.asks = Background(exchanges, keys.tenant_of).ask
+    batches.asks = Background(exchanges, keys.tenant_of, context.errors).ask
     config = context.config.batches
     return BatchRoutes(batches.store, batches.leader.wake, bodies, config, tuple(served)).routes()
 
@@ -271,7 +271,7 @@ class MethodNotAllowedError(InvalidRequestError):
 async def _unforeseen(request: Request, _: Exception) -> Response:
     """`_with_request_ids` logs the error; the client gets the id to ask about."""
     request_id = request.scope["state"]["request_id"]
-    return await _tandem_error(request, InternalError(f"an unforeseen error; the log has it under {request_id}"))
+    return await _tandem_error(request, unforeseen(request_id))
 
 
 def _with_keys(app: ASGIApp, keys: ApiKeys, errors: RequestErrors) -> ASGIApp:

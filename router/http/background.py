@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,13 +12,17 @@ import orjson
 from starlette.types import Message, Scope
 
 from router.batches.run import Answer
+from router.http.error_shapes import error_body_at, unforeseen
 from router.http.exchange import IGNORED_FIELDS, Exchange
+from router.lifecycle.request_errors import RequestErrors
 from router.openai.endpoint import Call, ReadBody
 from router.openai.fields import PromptBounds
 from router.request.request import BACKGROUND_PRIORITY
 from router.request.tenant import Tenant
 from tandem.core.config import LimitsConfig
 from tandem.core.logging import bound
+
+_log = logging.getLogger(__name__)
 
 
 def behind_all(read_body: ReadBody) -> ReadBody:
@@ -33,8 +38,10 @@ def behind_all(read_body: ReadBody) -> ReadBody:
 class Background:
     """Asks the endpoints that batches may use. `exchanges`: by path; `tenant_of`: an owner of batches."""
 
-    def __init__(self, exchanges: Mapping[str, Exchange], tenant_of: Callable[[str], Tenant]) -> None:
-        self._exchanges, self._tenant_of = exchanges, tenant_of
+    def __init__(
+        self, exchanges: Mapping[str, Exchange], tenant_of: Callable[[str], Tenant], errors: RequestErrors
+    ) -> None:
+        self._exchanges, self._tenant_of, self._errors = exchanges, tenant_of, errors
 
     async def ask(self, owner: str, path: str, body: bytes, request_id: str) -> Answer:
         """Cancelled, it ends the request. The tenant's limits a minute do not bound it: it takes what others leave."""
@@ -62,7 +69,13 @@ class Background:
                 parts.append(message["body"])
 
         with bound(request_id=request_id):
-            await self._exchanges[path](scope, receive, send)
+            try:
+                await self._exchanges[path](scope, receive, send)
+            except Exception:  # noqa: BLE001 - the last border, as of HTTP: it is this line's, and no other one's
+                _log.exception("unforeseen error in a line of a batch")
+                error = unforeseen(request_id)
+                self._errors.add(error, request_id)
+                return Answer(error.http_status, orjson.dumps(error_body_at(path, error, request_id)))
         said = b"".join(parts)
         if status == 200:
             return Answer(status, said, ignored_fields=headers.get(IGNORED_FIELDS.encode(), b"").decode())

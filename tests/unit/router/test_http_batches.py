@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import openai
 import pytest
 
 from router.batches.journal import ResultsJournal, read_progress
+from router.openai.responses import Answer
+from router.request.request import Usage
 from tests.support.router_site import EOS, Site
 from tests.support.scripted_worker import WAIT_S
 from tests.support.waiting import wait_until
@@ -63,6 +66,30 @@ def test_a_batch_is_answered_in_the_order_of_its_input(make_site: MakeSite, tmp_
     assert all(line["response"]["body"]["choices"][0]["text"] == "abc" for line in good)
     (bad,) = read(client, batch.error_file_id)
     assert (bad["custom_id"], bad["response"]["status_code"]) == ("r20", 400)
+
+
+def test_an_unforeseen_error_is_that_of_its_line_alone(
+    make_site: MakeSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = Answer.body
+
+    def sometimes(self: Answer, usages: Sequence[Usage]) -> bytes:
+        if usages[0].num_prompt_tokens == len("a bad one"):
+            raise RecursionError("too deep")
+        return body(self, usages)
+
+    monkeypatch.setattr(Answer, "body", sometimes)
+    client = make_site({"batches.directory": str(tmp_path)}).openai()
+    prompts = ["a bad one", *["ab"] * 5]
+    with caplog.at_level(logging.ERROR):
+        batch = ended(client, begun(client, lines(*({"prompt": prompt, "max_tokens": 3} for prompt in prompts))))
+    assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 5, 1)
+    (bad,) = read(client, batch.error_file_id)
+    error = bad["response"]["body"]["error"]
+    assert (bad["custom_id"], bad["response"]["status_code"], error["code"]) == ("r0", 500, "internal")
+    assert not error["retryable"]
+    assert error["request_id"] == bad["response"]["request_id"]
+    assert [type(record.exc_info[1]) for record in caplog.records if record.exc_info] == [RecursionError]
 
 
 def test_a_file_may_begin_with_the_mark_of_editors_on_windows(make_site: MakeSite, tmp_path: Path) -> None:

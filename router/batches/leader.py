@@ -34,19 +34,27 @@ class BatchLeader:
     async def stop(self) -> None:
         """End what is under way; another router goes on with it. May be called twice."""
         if self._leading is not None:
-            if not self._leading.cancelling():  # a second time would cut short what it ends
-                self._leading.cancel()
+            _cancel_once(self._leading)
             await asyncio.wait({self._leading})
+            await self._end_runs()  # an error may have been ending them when it was cancelled
         self._lease.close()
 
     def _lead(self) -> None:
-        _log.info("this router leads the queue of batches in %s", self._store.directory)
-        self.wake.listen(self._changed.set)
         self._leading = asyncio.create_task(self._work(), name="batch leader")
 
     async def _work(self) -> None:
+        """Lead until this is cancelled, or an unforeseen error comes: then who is next in line leads."""
+        _log.info("this router leads the queue of batches in %s", self._store.directory)
         try:
-            await asyncio.to_thread(self._store.clear_stale)
+            await self._work_off()
+        except Exception:  # noqa: BLE001 - who holds the lease and does not work keeps all others from it
+            _log.exception("this router leads the queue of batches no more; it stands in line for it again")
+            self._lease.give_on()
+
+    async def _work_off(self) -> None:
+        try:
+            self._listen()
+            await self._clear_stale()
             while True:
                 self._changed.clear()
                 await self._look()
@@ -56,22 +64,41 @@ class BatchLeader:
                 except TimeoutError:
                     continue
         finally:
-            tasks = {task for _, task in self._runs.values()}
-            for task in tasks:
-                task.cancel()
-            if tasks:
-                await asyncio.wait(tasks)
             self.wake.close()
+            await self._end_runs()
+
+    def _listen(self) -> None:
+        try:
+            self.wake.listen(self._changed.set)
+        except OSError as error:
+            _log.warning("no pipe can tell of new batches (%s): the router looks every %g s", error, _LOOK_S)
+
+    async def _clear_stale(self) -> None:
+        try:
+            await asyncio.to_thread(self._store.clear_stale)
+        except OSError:
+            _log.exception("what ended routers left cannot be cleared; whoever leads next tries again")
+
+    async def _end_runs(self) -> None:
+        tasks = {task for _, task in self._runs.values()}
+        for task in tasks:
+            _cancel_once(task)
+        if tasks:
+            await asyncio.wait(tasks)
 
     async def _look(self) -> None:
-        """Start what is queued, and let what runs see whether it was cancelled."""
+        """Start what is queued, and let what runs see whether it was cancelled. What cannot be read now is read at the
+        next look."""
         try:
             queued = await asyncio.to_thread(self._store.queued)
         except OSError:
             _log.exception("the queue of batches cannot be read; the router looks again")
-            return
-        for run, _ in self._runs.values():
-            run.look()
+            queued = []
+        for name, (run, _) in self._runs.items():
+            try:
+                run.look()
+            except OSError:
+                _log.exception("whether batch %s is cancelled cannot be read; the router looks again", name)
         for folder in queued:
             if len(self._runs) >= _MAX_AT_ONCE:
                 break
@@ -94,3 +121,9 @@ class BatchLeader:
         task = asyncio.create_task(run.run(), name=name)
         task.add_done_callback(ended)
         self._runs[name] = (run, task)
+
+
+def _cancel_once(task: asyncio.Task[None]) -> None:
+    """A second time would cut short what it ends."""
+    if not task.cancelling():
+        task.cancel()

@@ -11,10 +11,16 @@ import asyncio
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+
+_log = logging.getLogger(__name__)
+
+#: After an error, until the lock is tried again.
+_AGAIN_S = 5.0
 
 
 class Lease:
@@ -23,33 +29,66 @@ class Lease:
     def __init__(self, path: Path, on_held: Callable[[], None]) -> None:
         """`on_held` is called on the loop when the lock is held."""
         self._path, self._on_held = path, on_held
+        self._closed = threading.Event()
         self._lock = threading.Lock()
-        # Guarded by `_lock`: the locked file, and whether the lock is wanted no more.
-        self._file: int | None = None
-        self._is_closed = False
+        self._file: int | None = None  # the locked one. Guarded by `_lock`; none is kept once `_closed` is set
 
     def start(self) -> None:
-        loop = asyncio.get_running_loop()
-        # A daemon: one that still waits does not keep the process.
-        threading.Thread(target=self._wait, args=(loop,), name="batch lease", daemon=True).start()
+        self._stand_in_line(after_s=0.0)
 
-    def _wait(self, loop: asyncio.AbstractEventLoop) -> None:
-        file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with self._lock:
-            if self._is_closed:
-                os.close(file)
-                return
-            self._file = file
-        loop.call_soon_threadsafe(self._on_held)
+    def give_on(self) -> None:
+        """Its holder cannot go on: another router may have it, or this one again after a while."""
+        self._unlock()
+        self._stand_in_line(after_s=_AGAIN_S)
 
     def close(self) -> None:
         """Give the lock on, now or as soon as it would be had."""
+        self._closed.set()
+        self._unlock()
+
+    def _unlock(self) -> None:
         with self._lock:
-            self._is_closed = True
             if self._file is not None:
                 os.close(self._file)
                 self._file = None
+
+    def _stand_in_line(self, after_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        # A daemon: one that still waits does not keep the process.
+        threading.Thread(target=self._wait, args=(loop, after_s), name="batch lease", daemon=True).start()
+
+    def _wait(self, loop: asyncio.AbstractEventLoop, after_s: float) -> None:
+        told: int | None = None  # the log has this error
+        while not self._closed.wait(after_s):
+            try:
+                file = self._locked()
+            except OSError as error:
+                if error.errno != told:
+                    told = error.errno
+                    _log.exception("%s cannot be locked; the router tries again every %g s", self._path, _AGAIN_S)
+                after_s = _AGAIN_S
+                continue
+            with self._lock:
+                if self._closed.is_set():
+                    os.close(file)
+                    return
+                self._file = file
+            loop.call_soon_threadsafe(self._held)
+            return
+
+    def _locked(self) -> int:
+        """The file, once it is locked. Raises `OSError`."""
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            os.close(file)
+            raise
+        return file
+
+    def _held(self) -> None:
+        if not self._closed.is_set():  # meanwhile
+            self._on_held()
 
 
 class Wake:
@@ -60,7 +99,7 @@ class Wake:
         self._reader: int | None = None
 
     def listen(self, on_byte: Callable[[], None]) -> None:
-        """The leader's: `on_byte` is called on the running loop."""
+        """The leader's: `on_byte` is called on the running loop. Raises `OSError`: there can be no pipe."""
         with contextlib.suppress(FileExistsError):
             os.mkfifo(self._path, 0o600)
         # For reading and writing: without a writer the pipe would be readable for ever, at its end.
@@ -79,13 +118,13 @@ class Wake:
             self._reader = None
 
     def tell(self) -> None:
-        """Where there is no leader now, the next one looks anyway."""
+        """Where there is no leader now, the next one looks anyway, and one that is not told looks now and then."""
         try:
             writer = os.open(self._path, os.O_WRONLY | os.O_NONBLOCK)
         except OSError as error:
-            if error.errno in (errno.ENXIO, errno.ENOENT):
-                return
-            raise
+            if error.errno not in (errno.ENXIO, errno.ENOENT):
+                _log.warning("who leads the queue of batches is not told of it: %s", error)
+            return
         try:
             os.write(writer, b"!")
         except BlockingIOError:  # it is full: the leader has been told often enough

@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import fcntl
 import json
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from router.batches import disk
 from router.batches.journal import ResultsJournal
 from router.batches.leader import BatchLeader
+from router.batches.lease import Lease
 from router.batches.lines import LineRules
 from router.batches.records import Batch, StoredFile, new_id
 from router.batches.room import Room
 from router.batches.run import Answer, Ask, BatchRun
-from router.batches.store import Store
+from router.batches.store import BatchFolder, Store
 from router.openai.model_card import ModelCard
 from router.policy.admission import Admission
 from router.policy.background import BackgroundAdmission
 from tandem.core import config as configuration
 from tandem.core.clock import MonotonicClock
 from tandem.core.tokenizer import Tokenizer
-from tests.support.waiting import LONG_S
+from tests.support.waiting import LONG_S, until
 
 OWNER, ENDPOINT = "mine", "/v1/completions"
 
@@ -81,15 +86,25 @@ def test_a_batch_whose_router_ends_while_it_is_made_is_nowhere_or_in_the_queue(
 
 
 @pytest.fixture
-def run_of(store: Store, checkpoint: Path) -> Callable[[Ask], BatchRun]:
+def make_run(store: Store, checkpoint: Path) -> Callable[[BatchFolder, Ask], BatchRun]:
     config = configuration.load(None, {"model.served_names": ["toy"]})
     card = ModelCard.from_dir(checkpoint, config, Tokenizer.from_dir(checkpoint))
     clock = MonotonicClock()
 
-    def made(ask: Ask) -> BatchRun:
+    def made(folder: BatchFolder, ask: Ask) -> BatchRun:
         room = Room(BackgroundAdmission(Admission(8, clock, lambda: 8.0), clock, 1.0))
-        (folder,) = store.queued()
         return BatchRun(folder, store, lambda endpoint: LineRules(endpoint, card, 100, 10_000), room, ask)
+
+    return made
+
+
+@pytest.fixture
+def run_of(store: Store, make_run: Callable[[BatchFolder, Ask], BatchRun]) -> Callable[[Ask], BatchRun]:
+    """Of the one batch in the queue."""
+
+    def made(ask: Ask) -> BatchRun:
+        (folder,) = store.queued()
+        return make_run(folder, ask)
 
     return made
 
@@ -184,6 +199,139 @@ async def test_a_leader_that_is_told_to_stop_twice_ends_what_is_under_way(
         may_end.set()
         await asyncio.gather(*stops)
     assert has_ended
+
+
+MakeRun = Callable[[BatchFolder, Ask], BatchRun]
+
+
+def failing(
+    monkeypatch: pytest.MonkeyPatch, of: object, name: str, error: Exception, *, armed: threading.Event | None = None
+) -> threading.Event:
+    """Lets a function fail once, the next time or the next that it is `armed`; the event says that it has."""
+    real, has_failed = getattr(of, name), threading.Event()
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        if not has_failed.is_set() and (armed is None or armed.is_set()):
+            has_failed.set()
+            raise error
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(of, name, fails)
+    return has_failed
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is tried again after a while is tried again at once."""
+    monkeypatch.setattr("router.batches.leader._LOOK_S", 0.01)
+    monkeypatch.setattr("router.batches.lease._AGAIN_S", 0.01)
+
+
+async def until_completed(store: Store, batch: Batch) -> None:
+    await until(
+        lambda: store.batch(OWNER, batch.id).status, "the end of the batch", wanted=lambda seen: seen == "completed"
+    )
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_leader_that_cannot_see_whether_a_batch_is_cancelled_goes_on_with_it_and_with_others(
+    store: Store, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, is_asked, may_answer, num_asked = queued(store, 1), asyncio.Event(), asyncio.Event(), 0
+    armed = threading.Event()
+    stale = OSError(errno.ESTALE, "Stale file handle")
+    has_failed = failing(monkeypatch, BatchFolder, "cancelled_at", stale, armed=armed)
+
+    async def ask(*of: object) -> Answer:
+        nonlocal num_asked
+        num_asked += 1
+        is_asked.set()
+        await may_answer.wait()
+        return Answer(200, b"{}")
+
+    leader = BatchLeader(store, lambda folder: make_run(folder, ask))
+    leader.start()
+    async with asyncio.timeout(LONG_S):
+        await is_asked.wait()
+    armed.set()
+    await until(has_failed.is_set, "the failure")
+    second = queued(store, 1)
+    leader.wake.tell()
+    may_answer.set()
+    for batch in (first, second):
+        await until_completed(store, batch)
+    await leader.stop()
+    assert num_asked == 2
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize(
+    ("of", "name", "error"),
+    [
+        (Store, "clear_stale", OSError(errno.ESTALE, "Stale file handle")),
+        (Store, "queued", OSError(errno.EIO, "Input/output error")),
+        (Store, "queued", RuntimeError("unforeseen")),
+        (BatchLeader, "_start", RuntimeError("unforeseen")),
+        (os, "mkfifo", PermissionError(errno.EPERM, "Operation not permitted")),
+        (fcntl, "flock", OSError(errno.ENOLCK, "No locks available")),
+    ],
+    ids=["what is stale", "the queue", "unforeseen", "unforeseen at a start", "no pipe", "no lock"],
+)
+async def test_the_queue_is_worked_off_behind_an_error_which_the_log_tells_once(
+    store: Store,
+    make_run: MakeRun,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    of: object,
+    name: str,
+    error: Exception,
+) -> None:
+    has_failed = failing(monkeypatch, of, name, error)
+    leader = BatchLeader(store, lambda folder: make_run(folder, answered))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            batch = queued(store, 1)
+            (leader.wake.tell if has_failed.is_set() else leader.start)()
+            await until_completed(store, batch)
+        await leader.stop()
+    assert has_failed.is_set()
+    assert len(caplog.records) == 1, caplog.text
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_leader_that_cannot_work_gives_the_lead_on(store: Store, make_run: MakeRun) -> None:
+    batch, has_failed = queued(store, 1), asyncio.Event()
+
+    def fail(_: BatchFolder) -> BatchRun:
+        has_failed.set()
+        raise RuntimeError("unforeseen")
+
+    broken = BatchLeader(store, fail)
+    broken.start()
+    await has_failed.wait()
+    other = BatchLeader(store, lambda folder: make_run(folder, answered))
+    other.start()
+    await until_completed(store, batch)
+    for leader in (broken, other):
+        await leader.stop()
+
+
+async def test_who_is_told_to_stop_before_it_hears_that_it_leads_does_not_lead(tmp_path: Path) -> None:
+    num_led = 0
+
+    def lead() -> None:
+        nonlocal num_led
+        num_led += 1
+
+    lease = Lease(tmp_path / "lease", lead)
+    lease.start()
+    for thread in threading.enumerate():
+        if thread.name == "batch lease":
+            thread.join(LONG_S)
+    lease.close()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not num_led
 
 
 def test_results_of_a_writer_that_lost_the_queue_unseen_take_nobodys_place(tmp_path: Path) -> None:

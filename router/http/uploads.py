@@ -17,13 +17,14 @@ from starlette.requests import Request
 from router.batches.disk import PARTIAL, sync_directory
 from router.batches.records import StoredFile, new_id
 from router.batches.store import Store
+from router.http.clients import Shared, client_of
 from router.openai.refusal import refuse, shown
 from tandem.core.errors import InvalidRequestError, OverloadedError, RequestTooLargeError
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
-_MAX_AT_ONCE = 8
+_MAX_AT_ONCE = 8  # of one client, a half
 _RETRY_AFTER_S = 5.0
 #: So much is collected before it goes to the disk, in a thread.
 _PIECE_BYTES = 1 << 20
@@ -39,7 +40,7 @@ class Uploads:
     def __init__(self, store: Store, max_bytes: int) -> None:
         """`max_bytes`: of one file."""
         self._store, self._max_bytes = store, max_bytes
-        self._num_under_way = 0
+        self._under_way = Shared(_MAX_AT_ONCE)
 
     async def take(self, request: Request, owner: str) -> StoredFile:
         """The file of `request`, once it is whole on disk.
@@ -47,19 +48,19 @@ class Uploads:
         Raises:
             InvalidRequestError: it is no form, or a field is wrong.
             RequestTooLargeError: the file is larger than one may be.
-            OverloadedError: too many come at once.
+            OverloadedError: too many come at once, or too many of this client.
             ClientDisconnect: the client went away.
         """
         boundary = _boundary(request)
-        if self._num_under_way >= _MAX_AT_ONCE:
-            raise OverloadedError(f"{_MAX_AT_ONCE} uploads are under way", retry_after_s=_RETRY_AFTER_S)
         folder = self._store.folder_of_files(owner)
         partial = folder / f"{PARTIAL}{secrets.token_hex(8)}"
-        self._num_under_way += 1
+        client = client_of(request.scope, request.scope["state"]["tenant"])
+        if not self._under_way.take(client, 1):
+            raise OverloadedError("too many uploads are under way", retry_after_s=_RETRY_AFTER_S)
         try:
             return await self._taken(request, owner, folder, partial, boundary)
         finally:
-            self._num_under_way -= 1
+            self._under_way.give_back(client, 1)
             partial.unlink(missing_ok=True)
 
     async def _taken(self, request: Request, owner: str, folder: Path, partial: Path, boundary: bytes) -> StoredFile:

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from router.http.bodies import Bodies
+from router.request.tenant import ANYBODY
 from tandem.core.errors import OverloadedError, RequestTooLargeError
 from tandem.core.tokenizer import Tokenizer
 from tests.support.router_site import Site, in_background
@@ -22,41 +23,59 @@ MakeSite = Callable[..., Site]
 LARGE, SMALL = b"x" * 10_000, b"x" * 100
 
 
-def arriving(*parts: bytes) -> Request:
+MAX_BYTES, FREE = 100_000, 8 << 10
+LARGEST = b"a" * MAX_BYTES
+
+
+def arriving(*parts: bytes, client: str = "192.0.2.1") -> Request:
     """A request whose body comes in these parts."""
     left = list(parts)
 
     async def receive() -> Message:
         return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
 
-    return Request({"type": "http"}, receive)
+    return Request({"type": "http", "client": (client, 1), "state": {"tenant": ANYBODY}}, receive)
 
 
 @pytest.mark.parametrize("num_before", [0, 8], ids=["fresh", "used before"])
 async def test_bodies_are_held_up_to_a_budget_and_given_back(num_before: int) -> None:
-    bodies = Bodies(1000)
+    bodies = Bodies(MAX_BYTES)
     for _ in range(num_before):
-        async with bodies.read(arriving(b"a" * 1000)):
+        async with bodies.read(arriving(LARGEST)):
             pass
     async with contextlib.AsyncExitStack() as held:
-        for _ in range(8):
-            body = await held.enter_async_context(bodies.read(arriving(b"a" * 400, b"b" * 600)))
-            assert body == b"a" * 400 + b"b" * 600
+        for number in range(8):
+            request = arriving(b"a" * 1000, b"b" * (MAX_BYTES - 1000), client=f"192.0.2.{number % 4}")
+            body = await held.enter_async_context(bodies.read(request))
+            assert body == b"a" * 1000 + b"b" * (MAX_BYTES - 1000)
         with pytest.raises(OverloadedError) as refused:
-            await held.enter_async_context(bodies.read(arriving(b"c")))
+            await held.enter_async_context(bodies.read(arriving(LARGEST, client="192.0.2.9")))
         assert refused.value.retry_after_s == 1.0
-    async with bodies.read(arriving(b"c")):
+    async with bodies.read(arriving(LARGEST)):
         pass
 
 
+async def test_one_client_holds_half_of_the_budget_and_small_bodies_beside_it() -> None:
+    bodies = Bodies(MAX_BYTES)
+    async with contextlib.AsyncExitStack() as held:
+        for _ in range(4):
+            await held.enter_async_context(bodies.read(arriving(LARGEST)))
+        with pytest.raises(OverloadedError):
+            await held.enter_async_context(bodies.read(arriving(LARGEST)))
+        for _ in range(100):
+            await held.enter_async_context(bodies.read(arriving(b"a" * FREE)))
+        for _ in range(4):
+            await held.enter_async_context(bodies.read(arriving(LARGEST, client="192.0.2.2")))
+
+
 async def test_a_body_that_is_refused_leaves_nothing_in_the_budget() -> None:
-    bodies = Bodies(1000)
+    bodies = Bodies(MAX_BYTES)
     for _ in range(20):
         with pytest.raises(RequestTooLargeError):
-            async with bodies.read(arriving(b"a" * 900, b"a" * 900)):
+            async with bodies.read(arriving(LARGEST, LARGEST)):
                 raise AssertionError("it is too large")
-    async with bodies.read(arriving(b"a" * 1000)) as body:
-        assert len(body) == 1000
+    async with bodies.read(arriving(LARGEST)) as body:
+        assert len(body) == MAX_BYTES
 
 
 async def test_small_bodies_are_worked_on_at_once_and_large_ones_in_threads() -> None:

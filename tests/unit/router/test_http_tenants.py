@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+import select
+import socket
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +53,60 @@ def site(make_site: MakeSite, keys: Path) -> Site:
 def asked(site: Site, key: str, **body: Any) -> httpx.Response:
     with site.http(headers={"Authorization": f"Bearer {key}"}) as client:
         return client.post("/v1/completions", json={"model": "toy", "prompt": "x", "max_tokens": 2, **body})
+
+
+LARGEST_BYTES = 64 << 10
+NUM_STALLED, NUM_HELD = 8, 4  # of all bodies, and of uploads, one tenant has half
+
+
+@contextlib.contextmanager
+def stalled(site: Site, key: str, path: str, kind: str, body: bytes) -> Iterator[None]:
+    """This tenant sends eight bodies of the largest size but for what is missing of them. Inside, the router holds what
+    it takes of them, and has refused the others."""
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Type: {kind}\r\n"
+    host, port = site.url.removeprefix("http://").split(":")
+    with contextlib.ExitStack() as opened:
+        clients = [
+            opened.enter_context(socket.create_connection((host, int(port)), timeout=WAIT_S))
+            for _ in range(NUM_STALLED)
+        ]
+        for client in clients:
+            client.sendall(f"{head}Content-Length: {LARGEST_BYTES}\r\n\r\n".encode() + body)
+        answered = wait_until(
+            lambda: select.select(clients, [], [], 0)[0],
+            "the refusals",
+            WAIT_S,
+            wanted=lambda seen: len(seen) >= NUM_STALLED - NUM_HELD,
+        )
+        assert len(answered) < NUM_STALLED
+        assert {client.recv(12) for client in answered} == {b"HTTP/1.1 429"}
+        yield
+
+
+@pytest.mark.long
+def test_who_stalls_large_bodies_keeps_no_other_tenants_out(make_site: MakeSite, keys: Path) -> None:
+    site = make_site({"http.api_keys_file": str(keys), "limits.max_body_bytes": LARGEST_BYTES})
+    with stalled(site, SEARCH, "/v1/completions", "application/json", b" " * (LARGEST_BYTES - 1)):
+        for key in (SEARCH, LAB):
+            assert asked(site, key).status_code == 200
+        padded = json.dumps({"model": "toy", "prompt": "x", "max_tokens": 2}).ljust(LARGEST_BYTES).encode()
+        statuses = []
+        for key in (SEARCH, LAB):
+            with site.http(headers={"Authorization": f"Bearer {key}"}) as client:
+                statuses.append(client.post("/v1/completions", content=padded).status_code)
+    assert statuses == [429, 200]
+
+
+def test_who_stalls_uploads_keeps_no_other_tenants_out(make_site: MakeSite, keys: Path, tmp_path: Path) -> None:
+    site = make_site({"http.api_keys_file": str(keys), "batches.directory": str(tmp_path / "batches")})
+
+    def upload(key: str) -> int:
+        with site.http(headers={"Authorization": f"Bearer {key}"}) as client:
+            sent = client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", b"{}")})
+        return sent.status_code
+
+    with stalled(site, SEARCH, "/v1/files", "multipart/form-data; boundary=x", b"--x\r\n"):
+        assert [upload(key) for key in (SEARCH, LAB)] == [429, 200]
 
 
 def salt(site: Site, key: str, **body: Any) -> str:

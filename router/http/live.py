@@ -115,17 +115,20 @@ class Live:
         Raises:
             UnknownRequestError: of none.
         """
-        name = _ID_PREFIX.sub("", name)
-        found = self._own_requests(name)
-        if not found:
-            told = await self._others.ask(_REQUEST, name.encode())
-            found = [request for part in self._read(_REQUEST, told, _read_requests).values() for request in part]
-        if not found:
-            raise UnknownRequestError(
-                f"no request {name!r} is remembered; x-request-id of an answer names it, and each router remembers "
-                "its last 1,000"
-            )
-        return found
+        for asked in dict.fromkeys((name, _ID_PREFIX.sub("", name))):  # a client may give an id that begins so, too
+            if found := await self._requests(asked):
+                return found
+        raise UnknownRequestError(
+            f"no request {name!r} is remembered; x-request-id of an answer names it, and each router remembers "
+            "its last 1,000"
+        )
+
+    async def _requests(self, name: str) -> list[dict[str, Any]]:
+        """This router's of exactly this id, or else those of the others."""
+        if found := self._own_requests(name):
+            return found
+        told = await self._others.ask(_REQUEST, name.encode())
+        return [request for part in self._read(_REQUEST, told, _read_requests).values() for request in part]
 
     def _own_requests(self, name: str) -> list[dict[str, Any]]:
         now_s = self._context.clock.now()

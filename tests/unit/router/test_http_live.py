@@ -129,6 +129,20 @@ def test_a_request_is_found_by_the_id_of_its_answers_body(site: Site, path: str,
     assert told["id"].startswith(answer.headers["x-request-id"])
 
 
+@pytest.mark.parametrize("given", ["resp_42", "msg_42", "cmpl-42", "chatcmpl-42"])
+def test_an_id_of_the_client_may_begin_as_that_of_a_body(site: Site, given: str) -> None:
+    with site.http() as client:
+        ids = []
+        for request_id in ("42", given):
+            headers = {"x-request-id": request_id}
+            answer = client.post("/v1/completions", json={"model": "toy", "prompt": "x"}, headers=headers)
+            ids.append((answer.headers["x-request-id"], answer.json()["id"]))
+        assert ids == [("42", "cmpl-42"), (given, f"cmpl-{given}")]
+        for name in (given, f"cmpl-{given}"):
+            (told,) = client.get(f"/v1/requests/{name}").json()["data"]
+            assert told["id"].startswith(given)
+
+
 @pytest.mark.long
 def test_who_goes_away_is_told_as_cancelled(site: Site) -> None:
     site.decode.held_back.clear()

@@ -41,9 +41,9 @@ class Host:
     def get(self, path: str) -> httpx.Response:
         return httpx.get(f"{self.url}{path}", timeout=30)
 
-    def serve_one(self) -> str:
+    def serve_one(self, **headers: str) -> str:
         """The request's id."""
-        answer = httpx.post(f"{self.url}/v1/completions", json={"model": "toy", **BODY}, timeout=30)
+        answer = httpx.post(f"{self.url}/v1/completions", json={"model": "toy", **BODY}, headers=headers, timeout=30)
         return str(answer.raise_for_status().headers["x-request-id"])
 
     def close(self) -> None:
@@ -80,6 +80,14 @@ def test_whichever_is_asked_knows_the_requests_of_all(hosts: list[Host]) -> None
             told = json.loads(next(line for line in events.iter_lines() if line.startswith("data: "))[6:])
         assert {router["router"] for router in told["routers"]} == set(ids)
         assert {row["id"].partition("#")[0] for row in told["ended"]} == set(ids.values())
+
+
+def test_others_know_an_id_that_begins_as_that_of_a_body(hosts: list[Host]) -> None:
+    first, second, _ = hosts
+    request_id = second.serve_one(**{"x-request-id": "resp_42"})
+    for name in (request_id, f"cmpl-{request_id}"):
+        (found,) = first.get(f"/v1/requests/{name}").raise_for_status().json()["data"]
+        assert (found["router"], request_id) == (second.name, "resp_42")
 
 
 def test_each_is_scraped_for_itself(hosts: list[Host]) -> None:

@@ -21,6 +21,9 @@ _MESSAGE, _START = "<|message|>", "<|start|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", _START)
 _END = re.compile("|".join(map(re.escape, _ENDS)))
 _MAX_HEADER_CHARS = 512
+#: So many strings that never end are read anew, each with all that follows it; from then on every end is one.
+_MAX_READ_ANEW = 4
+_READ_ANEW_CHARS = 4096  # at once: what is cut off a window is copied for every message in it
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 
@@ -35,6 +38,7 @@ class HarmonyReader:
         self._recipient: str | None = None
         self._arguments: list[str] = []  # of a call: all of its body so far
         self._scan: JsonScan | None = None  # of a call, as long as its arguments go on: they may have ends in strings
+        self._num_read_anew = 0
 
     def push(self, text: str) -> list[Piece]:
         """See `router.tools.pieces.Reader`."""
@@ -47,13 +51,12 @@ class HarmonyReader:
     def finish(self) -> list[Piece]:
         """See `router.tools.pieces.Reader`."""
         pieces: list[Piece] = []
+        while self._scan is not None and self._scan.is_in_text:
+            # The string never ended, so the first end was one after all.
+            pieces += self._read_anew("".join(self._arguments) + self._window)
         if self._header is not None:
             add_piece(Said(_bare(self._header + self._window)), pieces)
         else:
-            if self._scan is not None and self._scan.is_in_text:
-                # The string never ended, so the first end was one after all.
-                self._window, self._scan, self._arguments = "".join(self._arguments) + self._window, None, []
-                return [*self.push(""), *self.finish()]
             self._tell(self._window, pieces)
             self._end_message(pieces)
         self._window, self._header = "", ""
@@ -63,6 +66,15 @@ class HarmonyReader:
     def num_held(self) -> int:
         """See `router.tools.pieces.Reader`."""
         return len(self._window) + len(self._header or "")
+
+    def _read_anew(self, body: str) -> list[Piece]:
+        """All that has come since a call's body began, now that the body ends with its first end."""
+        self._window, self._scan, self._arguments = "", None, []
+        self._num_read_anew += 1
+        pieces: list[Piece] = []
+        for at in range(0, len(body), _READ_ANEW_CHARS):
+            pieces += self.push(body[at : at + _READ_ANEW_CHARS])
+        return pieces
 
     def _read_header(self) -> bool:
         """Whether there is more to read."""
@@ -86,7 +98,8 @@ class HarmonyReader:
         self._channel = channel[1] if channel else "final"
         self._recipient = recipient[1] if recipient else None
         self._header, self._arguments = None, []
-        self._scan = None if self._recipient is None else JsonScan()
+        is_scanned = self._recipient is not None and self._num_read_anew < _MAX_READ_ANEW
+        self._scan = JsonScan() if is_scanned else None
 
     def _read_body(self, pieces: list[Piece]) -> bool:
         """Whether there is more to read."""

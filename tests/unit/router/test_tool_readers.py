@@ -35,6 +35,7 @@ from router.tools.response_template import format_of_template
 from tandem.core.errors import ModelLoadError
 from tests.support.router_site import write_checkpoint
 from tests.support.tool_site import TOOL_TEMPLATE
+from tests.support.work import num_instructions
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 USE = ToolUse((normal_tool("weather", "Of a city.", SCHEMA), normal_tool("now", None, None)))
@@ -237,6 +238,23 @@ def test_the_work_for_a_token_does_not_grow_with_the_output() -> None:
     reader = reader_for(HERMES, USE)
     pieces = [piece for char in text for piece in reader.push(char)]
     assert [piece.name for piece in pieces if isinstance(piece, Called)] == ["now"]
+
+
+#: A call of gpt-oss whose body is a string that never ends.
+UNENDED = '<|channel|>commentary to=functions.now<|message|>"\\"<|end|><|start|>assistant'
+
+
+def test_strings_that_never_end_lose_no_text_however_many_there_are() -> None:
+    assert read(HARMONY, [UNENDED] * 2000) == [Said('"\\"' * 2000)]
+
+
+def test_strings_that_never_end_are_read_anew_a_bounded_number_of_times() -> None:
+    def work(num: int) -> int:
+        reader = reader_for(HARMONY, USE)
+        reader.push(UNENDED * num)
+        return num_instructions(reader.finish)
+
+    assert work(200) < 6 * work(50)
 
 
 def test_nothing_is_read_without_tools() -> None:

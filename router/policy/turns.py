@@ -19,13 +19,16 @@ for its next turn at most as long as the others take to get that much.
 Of several routers each has a queue of its own, and hears of the others' (`router.policy.other_turns`): the counter of a
 tenant is of what it got from all of them.
 
-Nothing here grows with what has ended. A turn costs a logarithm of those that wait, a token two additions.
+Nothing here grows with what has ended. A turn costs a logarithm of those that wait, a token two additions. Only those
+levels are looked at whose oldest request would go before the one that is found: about one for each `ageing_s` for which
+that request has been passed over.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -110,6 +113,8 @@ class TurnQueue:
         self._sessions: OrderedDict[tuple[str, str], float] = OrderedDict()
         # Invariant: has every level in which somebody waits.
         self._levels: dict[int, _Level] = {}
+        # Invariant: the same levels in the order of their least keys. A key never changes: all age alike.
+        self._by_least: list[tuple[float, int, _Level]] = []
         # Of the tenants that wait, by counters as of when they were entered: later ones are never less.
         self._by_served: list[tuple[float, int, _Tenant]] = []
         self.last_served = 0.0  # the counter of the tenant that had the last turn
@@ -139,7 +144,8 @@ class TurnQueue:
         level = self._levels.get(waiting.priority)
         if level is None:
             level = self._levels[waiting.priority] = _Level()
-        level.enter(waiting, tenant, self._attained(waiting))
+        level.enter(waiting, tenant, self._attained(waiting), self._key(waiting))
+        self._put_in_order(level)
 
     def leave(self, waiting: Waiting) -> None:
         """It no longer waits; nothing happens where it does not."""
@@ -158,18 +164,34 @@ class TurnQueue:
         self.num_tokens -= waiting.num_tokens
         level = self._levels[waiting.priority]
         level.leave(waiting)
+        self._put_in_order(level)
         if not level.num_waiting:
             del self._levels[waiting.priority]
 
     def first(self, *, oldest: bool = True) -> Waiting | None:
         """Whose turn is next. `oldest`: of a tenant, where that one has the turn."""
         best, best_key = None, (0.0, 0)
-        for priority, level in self._levels.items():
+        for at, number, level in self._by_least:
+            if best is not None and best_key < (at, number):
+                break  # so nobody in the levels that are left goes before it
             found = level.first(self._attained, oldest=oldest)
-            key = (found.arrived_s + priority * self._ageing_s, found.number)
-            if best is None or key < best_key:
-                best, best_key = found, key
+            if best is None or self._key(found) < best_key:
+                best, best_key = found, self._key(found)
         return best
+
+    def _key(self, waiting: Waiting) -> _Key:
+        return waiting.arrived_s + waiting.priority * self._ageing_s, waiting.number
+
+    def _put_in_order(self, level: _Level) -> None:
+        """Somebody has entered or left it."""
+        key = level.least_key()
+        if key == level.key:
+            return
+        if level.key is not None:
+            del self._by_least[bisect_left(self._by_least, level.key)]
+        if key is not None:
+            insort(self._by_least, (*key, level))
+        level.key = key
 
     def take(self, waiting: Waiting) -> None:
         """It is `first`, and its turn has come: its prompt counts as served."""
@@ -315,6 +337,9 @@ class _Tenant:
     is_idle_listed: bool = False  # whether the queue's list of those of whom nothing waits has it
 
 
+_Key = tuple[float, int]
+"""By which requests of several levels go before each other: a time that stands for priority and age, and a number."""
+
 _Attained = Callable[[Waiting], float]
 """What the session of a request has got."""
 
@@ -335,17 +360,20 @@ class _Level:
 
     def __init__(self) -> None:
         self.num_waiting = 0
+        self.key: _Key | None = None  # its place in the queue's order of levels; set by the queue
+        self._by_key: list[tuple[float, int, Waiting]] = []  # all that wait here; some that have left, too
         # Invariant: a line is in both; one of which nobody waits goes when it is met.
         self._lines: dict[str, _Line] = {}
         self._by_served: list[tuple[float, int, _Line]] = []
 
-    def enter(self, waiting: Waiting, tenant: _Tenant, attained: float) -> None:
+    def enter(self, waiting: Waiting, tenant: _Tenant, attained: float, key: _Key) -> None:
         line = self._lines.get(waiting.owner)
         if line is None or line.tenant is not tenant:  # else of one that was forgotten since: nobody waits in it
             line = self._lines[waiting.owner] = _Line(tenant)
             heapq.heappush(self._by_served, (tenant.served, waiting.number, line))
         line.by_age[waiting.number] = waiting
         heapq.heappush(line.sessions, (attained, waiting.due_s, waiting.arrived_s, waiting.number, waiting))
+        heapq.heappush(self._by_key, (*key, waiting))
         self.num_waiting += 1
 
     def leave(self, waiting: Waiting) -> None:
@@ -355,6 +383,20 @@ class _Level:
             line.sessions = [entry for entry in line.sessions if entry[-1].waits]
             heapq.heapify(line.sessions)
         self.num_waiting -= 1
+        if len(self._by_key) > 2 * self.num_waiting + _STALE:
+            self._by_key = [entry for entry in self._by_key if entry[-1].waits]
+            heapq.heapify(self._by_key)
+        if len(self._by_served) > 2 * self.num_waiting + _STALE:  # nobody has looked here for long
+            self._by_served = [entry for entry in self._by_served if entry[-1].by_age]
+            heapq.heapify(self._by_served)
+            self._lines = {line.tenant.owner: line for *_, line in self._by_served}
+
+    def least_key(self) -> _Key | None:
+        """Of those that wait."""
+        heap = self._by_key
+        while heap and not heap[0][-1].waits:
+            heapq.heappop(heap)
+        return heap[0][:2] if heap else None
 
     def had_turn(self, owner: str) -> None:
         self._lines[owner].num_turns += 1

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from router.policy import turns
 from router.policy.turns import MAX_SESSIONS, MAX_TENANTS, OLDEST_EVERY, TurnQueue, Waiting
 from tests.support.fairness import jain
+from tests.support.work import num_instructions
 
 AGEING_S = 10.0
 
@@ -254,6 +255,18 @@ def test_levels_and_lines_of_those_that_left_are_forgotten() -> None:
     line = queue._levels[0]._lines["constant"]
     assert len(line.sessions) == 1
     assert sum(len(each.sessions) for each in queue._levels[0]._lines.values()) < 7 * 40
+    assert len(queue._levels) == len(queue._by_least) == 1
+
+
+def test_a_level_that_is_never_looked_at_forgets_those_that_left() -> None:
+    queue = queue_of(waiting("urgent", priority=-1), waiting("constant"))
+    for number in range(1000):
+        entry = waiting(f"t{number}", at_s=float(number))
+        queue.enter(entry)
+        queue.leave(entry)
+    level = queue._levels[0]
+    assert max(len(level._lines), len(level._by_served), len(level._by_key)) < 40
+    assert [entry.owner for entry in taken(queue)] == ["urgent", "constant"]
 
 
 def test_a_turn_costs_little_among_many() -> None:
@@ -342,3 +355,68 @@ def test_the_oldest_gives_its_turn_to_who_is_due_first_where_it_is_asked_to() ->
     soonest = queue.first(oldest=False)
     assert soonest is not None
     assert soonest.due_s == 13.0
+
+
+def walked(queue: TurnQueue, *, oldest: bool) -> Waiting | None:
+    """The first of all levels, by looking at each."""
+    found = [level.first(queue._attained, oldest=oldest) for level in queue._levels.values()]
+    return min(found, key=lambda each: (each.arrived_s + each.priority * AGEING_S, each.number), default=None)
+
+
+@pytest.mark.long
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32))
+def test_the_first_of_all_levels_is_found_whatever_has_changed(seed: int) -> None:
+    """Requests enter, leave and have their turns, sessions and tenants are served; levels are worth little waiting."""
+    draw, queue, there = random.Random(seed), queue_of(), list[Waiting]()
+    for now in range(200):
+        what = draw.choice(["enter", "enter", "leave", "take", "charge", "learn"])
+        if what == "enter":
+            entry = waiting(
+                f"t{draw.randrange(3)}", priority=draw.randrange(-8, 8), session=draw.choice(["", "s", "t"]),
+                due_s=draw.choice([math.inf, now + draw.random() * 50]), at_s=now - draw.randrange(40),
+            )  # fmt: skip
+            there.append(entry)
+            queue.enter(entry)
+        elif what == "learn":
+            queue.learn(f"t{draw.randrange(3)}", draw.random() * 100, 0.0)
+        elif there:
+            entry = draw.choice(there)
+            if what == "charge":
+                queue.charge(entry, draw.randrange(1, 50))
+            elif what == "leave" or (first := queue.first()) is None:
+                queue.leave(entry)
+                there.remove(entry)
+            else:
+                queue.take(first)
+                there.remove(first)
+        if draw.random() < 0.5:
+            oldest = draw.random() < 0.5
+            assert queue.first(oldest=oldest) is walked(queue, oldest=oldest)
+
+
+def test_a_look_costs_no_more_with_more_levels() -> None:
+    """Each request has a priority of its own."""
+
+    def work(num: int) -> int:
+        queue = queue_of(*(waiting(priority=number, at_s=float(number)) for number in range(num)))
+        return num_instructions(queue.first)
+
+    assert work(1024) <= work(16)
+
+
+def test_levels_are_looked_at_as_far_as_their_oldest_could_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each level an old request waits behind a new one that is due sooner."""
+    queue = TurnQueue(AGEING_S)
+    for number in range(100):
+        queue.enter(waiting(priority=number, at_s=0.0))
+        queue.enter(waiting(priority=number, at_s=4.5 * AGEING_S, due_s=1.0))
+    looked = list[int]()
+
+    def attained(entry: Waiting) -> float:
+        looked.append(entry.priority)
+        return 0.0
+
+    monkeypatch.setattr(queue, "_attained", attained)
+    queue.first()
+    assert looked == [0, 1, 2, 3, 4]

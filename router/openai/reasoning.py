@@ -84,19 +84,22 @@ class ReasoningSplitter:
         self._marks = reasoning.marks
         self._is_begun = reasoning.is_open  # it is known whether the text begins with reasoning
         self._is_open = reasoning.is_open
+        self._blanks: list[str] = []  # with which the text begins, as long as a mark may follow
+        self._num_blanks = 0
         self._held = ""  # may become a mark
 
     def push(self, text: str) -> Parted:
         """What is settled by now."""
         text, self._held = self._held + text, ""
         if not self._is_begun:
-            if _may_become(text.lstrip(), self._marks.start):
+            text = self._take_blanks(text)
+            if _may_become(text, self._marks.start):
                 self._held = text
                 return Parted("", "")
             self._is_begun = True
-            if text.lstrip().startswith(self._marks.start):
-                self._is_open = True
-                text = text.lstrip().removeprefix(self._marks.start)
+            blanks = self._give_blanks()
+            self._is_open = text.startswith(self._marks.start)
+            text = text.removeprefix(self._marks.start) if self._is_open else blanks + text
         if not self._is_open:
             return Parted("", text)
         thought, mark, content = text.partition(self._marks.end)
@@ -109,12 +112,24 @@ class ReasoningSplitter:
 
     @property
     def num_held(self) -> int:
-        return len(self._held)
+        return self._num_blanks + len(self._held)
 
     def flush(self) -> Parted:
         """No more text comes: what was held back is what it is."""
-        held, self._held = self._held, ""
+        held, self._held = self._give_blanks() + self._held, ""
         return Parted(held, "") if self._is_open else Parted("", held)
+
+    def _take_blanks(self, text: str) -> str:
+        """`text` without the blanks at its beginning, which are kept."""
+        rest = text.lstrip()
+        num_blanks = len(text) - len(rest)
+        self._blanks.append(text[:num_blanks])
+        self._num_blanks += num_blanks
+        return rest
+
+    def _give_blanks(self) -> str:
+        blanks, self._blanks, self._num_blanks = "".join(self._blanks), [], 0
+        return blanks
 
 
 def _may_become(text: str, mark: str) -> bool:

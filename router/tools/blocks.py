@@ -6,7 +6,7 @@ A block is fed text and takes of it what is its own. The work for a piece does n
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any, Protocol
 
@@ -269,7 +269,8 @@ def _space_end(text: str, at: int) -> int:
 
 _JSON_SPACE = " \t\n\r"
 _XML_CALL = re.compile(r"\s*<function=(?P<name>[^>\n]+)>(?P<body>.*?)</function>\s*", re.DOTALL)
-_XML_PARAMETER = re.compile(r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>", re.DOTALL)
+_XML_OPENING = re.compile(r"\s*<parameter=(?P<key>[^>\n]+)>\n?")
+_XML_CLOSE = "</parameter>"
 
 
 def xml_call(body: str, kinds: ParameterKinds) -> Called:
@@ -281,14 +282,21 @@ def xml_call(body: str, kinds: ParameterKinds) -> Called:
     if call is None:
         raise ValueError("no function")
     name = call["name"].strip()
-    rest = _XML_PARAMETER.sub("", call["body"])
-    if rest.strip():
-        raise ValueError("something beside parameters")
-    arguments = {
-        (key := found["key"].strip()): _typed(found["value"], kinds.of(name, key))
-        for found in _XML_PARAMETER.finditer(call["body"])
-    }
+    arguments = {key: _typed(value, kinds.of(name, key)) for key, value in _xml_parameters(call["body"])}
     return called(name, "{" + ", ".join(f"{dumps(key)}: {value}" for key, value in arguments.items()) + "}")
+
+
+def _xml_parameters(body: str) -> Iterator[tuple[str, str]]:
+    """Keys and values. Raises `ValueError` at the first that has no end, so nothing is read twice."""
+    at = 0
+    while (opening := _XML_OPENING.match(body, at)) is not None:
+        end = body.find(_XML_CLOSE, opening.end())
+        if end < 0:
+            raise ValueError("a parameter that does not end")
+        yield opening["key"].strip(), body[opening.end() : end].removesuffix("\n")
+        at = end + len(_XML_CLOSE)
+    if body[at:].strip():
+        raise ValueError("something beside parameters")
 
 
 def _typed(text: str, kinds: frozenset[Kind]) -> str:
@@ -307,8 +315,10 @@ def _typed(text: str, kinds: frozenset[Kind]) -> str:
 
 _GEMMA_CALL = re.compile(r"\s*call:(?P<name>[\w.-]+)\s*(?P<body>\{.*\})\s*", re.DOTALL)
 #: What between two strings is not yet JSON as it is shown: keys, and what stands between parts. Other JSON may stand
-#: there, and strings as JSON has them.
-_GEMMA_PART = re.compile(r'"(?:[^"\\]|\\.)*"|(?P<before>[{,])\s*(?P<key>[A-Za-z_][\w.-]*)\s*:\s*|(?P<sign>[:,])\s*')
+#: there, and strings as JSON has them; one that does not end goes as far as the part, so that nothing is read twice.
+_GEMMA_PART = re.compile(
+    r'"(?:[^"\\]|\\(?s:.?))*+(?:"|\Z)|(?P<before>[{,])\s*(?P<key>[A-Za-z_][\w.-]*)\s*:\s*|(?P<sign>[:,])\s*'
+)
 
 
 def gemma_call(body: str, quote: str) -> Called:

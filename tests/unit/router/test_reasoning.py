@@ -23,6 +23,7 @@ from router.tools.formats import HERMES, normal_tool, reader_for
 from router.tools.pieces import Called, Said, Thought, ToolUse
 from tandem.core.tokenizer import Tokenizer
 from tests.support.router_site import write_checkpoint
+from tests.support.work import growth
 
 THINK = KNOWN_MARKS[0]
 TOOLS = ToolUse((normal_tool("f", None, None),))
@@ -82,6 +83,17 @@ def test_text_is_held_back_only_while_it_may_be_a_mark() -> None:
     assert [splitter.push(piece) for piece in ("a", "b<", "c</", "thi", "nk", ">d", "e")] == [
         ("a", ""), ("b", ""), ("<c", ""), ("", ""), ("", ""), ("", "d"), ("", "e"),
     ]  # fmt: skip
+
+
+def test_blanks_before_a_mark_are_not_read_again_for_each_token() -> None:
+    def push(num: int) -> None:
+        splitter = ReasoningSplitter(Reasoning(THINK, is_open=False))
+        for _ in range(num):
+            splitter.push(" " * 64)
+        assert splitter.num_held == 64 * num
+        assert splitter.push("<think>hm") == ("hm", "")
+
+    assert growth(push, 1000) < 9
 
 
 def test_only_the_template_or_the_assistant_opens_reasoning() -> None:

@@ -35,7 +35,7 @@ from router.tools.response_template import format_of_template
 from tandem.core.errors import ModelLoadError
 from tests.support.router_site import write_checkpoint
 from tests.support.tool_site import TOOL_TEMPLATE
-from tests.support.work import num_instructions
+from tests.support.work import growth, num_instructions
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 USE = ToolUse((normal_tool("weather", "Of a city.", SCHEMA), normal_tool("now", None, None)))
@@ -55,6 +55,9 @@ WRITTEN: list[tuple[ToolFormat, str, list[Piece]]] = [
     (QWEN_CODER, "<tool_call>\n<function=weather>\n<parameter=city>\nKyōto\n</parameter>\n<parameter=days>\n2\n"
                  "</parameter>\n</function>\n</tool_call>", [ONE]),
     (QWEN_CODER, "Now:\n<tool_call><function=now></function></tool_call>", [Said("Now:"), OTHER]),
+    (QWEN_CODER, "<tool_call><function=now>\n<parameter=a>\n\n</parameter>\n<parameter=b>\n\n\n</parameter>"
+                 "<parameter=c><parameter=d></parameter></function></tool_call>",
+     [Called("now", '{"a": "", "b": "\\n", "c": "<parameter=d>"}')]),
     (LLAMA, '{"name": "weather", "parameters": {"city": "Kyōto", "days": 2}}', [ONE]),
     (LLAMA, '{"name": "weather", "parameters": {"city": "Kyōto", "days": 2}}; {"name": "now", "parameters": {}}',
      [ONE, OTHER]),
@@ -96,6 +99,9 @@ MALFORMED: list[tuple[ToolFormat, str]] = [
     (HERMES, " \n" * 300),
     (QWEN_CODER, "<tool_call>\n<function=now>\nhello</function></tool_call>"),
     (QWEN_CODER, "<tool_call><function=now>"),
+    (QWEN_CODER, "<tool_call><function=now><parameter=a>\n1</function></tool_call>"),
+    (QWEN_CODER, "<tool_call><function=now><parameter=a>1</parameter><parameter=b></function></tool_call>"),
+    (QWEN_CODER, "<tool_call><function=now><parameter=a>1</parameter> x</function></tool_call>"),
     (LLAMA, '  {"name": "now", "parameters": {}} is a call'),
     (LLAMA, '{"name": "now"'),
     (MISTRAL, "[TOOL_CALLS] none"),
@@ -255,6 +261,26 @@ def test_strings_that_never_end_are_read_anew_a_bounded_number_of_times() -> Non
         return num_instructions(reader.finish)
 
     assert work(200) < 6 * work(50)
+
+
+@pytest.mark.parametrize(
+    ("form", "before", "again", "after"),
+    [
+        (QWEN_CODER, "<tool_call><function=now>", "<parameter=a>\n", "</function></tool_call>"),
+        (GEMMA, "<|tool_call>call:now{", '\\"', "}<tool_call|>"),
+        (GEMMA, "<|tool_call>call:now{", '\\"', "\\\n}<tool_call|>"),
+        (GEMMA, "<|tool_call>call:now{", '\\"', '\\<|"|>x<|"|>}<tool_call|>'),
+    ],
+    ids=["parameters", "quotes", "a last line", "a last escape"],
+)
+def test_what_never_ends_within_a_call_is_not_read_again_and_again(
+    form: ToolFormat, before: str, again: str, after: str
+) -> None:
+    def call(num: int) -> None:
+        text = before + again * num + after
+        assert read(form, [text]) == [Said(text)]
+
+    assert growth(call, 2000) < 9
 
 
 def test_nothing_is_read_without_tools() -> None:

@@ -119,7 +119,7 @@ _OF_A_PROMPT = [
 _OWN = [
     *_OF_A_PROMPT,
     Field("max_tokens", Integer(1), about="With the prompt at most the context.", is_required=True),
-    Field("stop_sequences", Stops(most=16), becomes="stop"),
+    Field("stop_sequences", Stops(), about="At most 16, of at most 1024 characters each.", becomes="stop"),
     Field("stop", Elsewhere("stop_sequences")),
     Field("response_format", Elsewhere("output_config.format")),
 ]

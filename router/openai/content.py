@@ -156,9 +156,11 @@ class LogitBias:
 
 @dataclass(frozen=True)
 class Stops:
-    """A text or several, none of them empty: an empty one would stop everything."""
+    """A text or several, none of them empty: an empty one would stop everything. What one token may cost grows with
+    their number and the square of their length, so both are bounded."""
 
-    most: int
+    most: int = 16
+    longest: int = 1024  # in characters
 
     def read(self, value: Any, path: str, _: Scope) -> tuple[str, ...]:
         stops = [value] if isinstance(value, str) else value
@@ -168,7 +170,10 @@ class Stops:
             refuse(path, f"may hold {self.most} texts, not {len(stops)}")
         if not all(stops):
             refuse(path, "must not hold an empty text")
+        if (length := max(map(len, stops), default=0)) > self.longest:
+            refuse(path, f"may hold texts of {self.longest} characters, not {length}; give the beginning of it")
         return tuple(stops)
 
     def schema(self, _: LimitsConfig, __: ModelCard) -> Schema:
-        return {"anyOf": [_SOME_TEXT, {"type": "array", "items": _SOME_TEXT, "maxItems": self.most}]}
+        text = {**_SOME_TEXT, "maxLength": self.longest}
+        return {"anyOf": [text, {"type": "array", "items": text, "maxItems": self.most}]}

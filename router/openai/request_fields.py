@@ -74,7 +74,7 @@ _OBEYED = [
     Field("best_of", Integer(1, Limit("max_choices")), of="completion",
           about="So many choices are generated, and the `n` of them with the highest log-probability per token are the "
           "answer. At least `n`; more than `n` not with `stream`."),
-    Field("stop", Stops(most=16), becomes="stop"),
+    Field("stop", Stops(), about="At most 16, of at most 1024 characters each.", becomes="stop"),
     _sampling("stop_token_ids", TokenSet(most=1000), about="At most 1000."),
     Field("stream", Boolean(), False, becomes="stream"),
     Field("stream_options", Object([

@@ -44,7 +44,7 @@ class StopMatcher:
         if not self._stops or not text:
             return text
         window = self._held + text
-        end = self._first_match(window)
+        end = self._first_match(window, len(self._held))
         if end is not None:
             self.stopped_by = max((stop for stop in self._stops if window.endswith(stop, 0, end)), key=len)
             self._held = ""
@@ -58,7 +58,7 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _first_match(self, window: str) -> int | None:
-        """Where the first complete stop string ends, or `None`."""
-        ends = (start + len(stop) for stop in self._stops if (start := window.find(stop)) >= 0)
-        return min(ends, default=None)
+    def _first_match(self, window: str, num_held: int) -> int | None:
+        """Where the first complete stop string ends, or `None`. None ends in what was held."""
+        starts = ((stop, window.find(stop, max(0, num_held + 1 - len(stop)))) for stop in self._stops)
+        return min((start + len(stop) for stop, start in starts if start >= 0), default=None)

@@ -215,6 +215,7 @@ def test_tokens_are_counted_as_they_would_be_read(site: Site, client: anthropic.
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking cannot be had of this model"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type must be `custom`"),
         ({"container": "c"}, "container is not supported yet"),
+        ({"stop_sequences": ["x" * 1025]}, "stop_sequences may hold texts of 1024 characters, not 1025"),
     ],
 )  # fmt: skip
 def test_what_is_not_there_is_refused_in_anthropics_shape(site: Site, body: dict[str, Any], words: str) -> None:

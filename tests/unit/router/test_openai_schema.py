@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from router.openai.content import Stops
 from router.openai.fields import PromptBounds
 from router.openai.model_card import ModelCard
 from router.openai.schema import ParsedRequest, parse_body, parse_chat, parse_completion
@@ -293,6 +294,17 @@ def test_text_parts_become_one_text() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     parsed = chat(messages=[{"role": "user", "content": parts, "name": "n"}])
     assert parsed.messages == ({"role": "user", "content": "a\nb", "name": "n"},)
+
+
+def test_stop_strings_have_a_longest_length_which_the_schema_says(card_and_tokenizer: Any) -> None:
+    longest = ["x" * 1023 + "é", "y" * 1024]
+    assert made(completion(stop=longest), card_and_tokenizer)[0].stop == tuple(longest)
+    for ask, stop in ((completion, "x" * 2000), (completion, [*longest, "x" * 2000]), (chat, "x" * 2000)):
+        with pytest.raises(InvalidRequestError, match="may hold texts of 1024 characters, not 2000") as caught:
+            ask(stop=stop)
+        assert caught.value.field == "stop"
+    text, texts = Stops().schema(LimitsConfig(), card_and_tokenizer[0])["anyOf"]
+    assert text == texts["items"] == {"type": "string", "minLength": 1, "maxLength": 1024}
 
 
 def test_lists_that_are_looked_at_for_each_token_are_bounded(card_and_tokenizer: Any) -> None:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.request.stop_strings import StopMatcher
+from tests.support.work import growth
 
 
 def run(stops: list[str], pieces: list[str]) -> tuple[str, bool]:
@@ -79,3 +80,15 @@ def test_how_the_text_is_cut_makes_no_difference(stops: list[str], pieces: list[
         assert oracle(stops, text)[0].startswith(shown)
         if matcher.is_stopped:
             break
+
+
+def test_what_is_held_is_not_searched_again() -> None:
+    stops = [" " * 8192, *(" " * 60 + "x" + " " * num for num in range(45, 60))]
+
+    def hold(num: int) -> None:
+        for _ in range(8):
+            matcher = StopMatcher(stops)
+            for _ in range(num):
+                assert matcher.push(" " * 64) == ""
+
+    assert growth(hold, 8) < 9

@@ -32,9 +32,9 @@ _MAX_TEXT_BYTES = 8 << 10
 _DESCRIBES = frozenset(("title", "description", "default", "examples", "$comment"))
 _REFERENCE = re.compile(r'"\$(?:ref|dynamicRef|recursiveRef)":"([^"]*)"')
 # A text in JSON and in Lark's form. What is between its quotes is passed once, also where the end is missing. Lark has
-# comments, too, and an expression may go over several lines.
+# comments, too, and an expression may go over several lines; an escaped line end is an error in either.
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\Z)')
-_QUOTED_OR_REGEX = re.compile(r'(?:#|//)[^\n]*|("(?:[^"\\\n]|\\.)*+(?:"|\Z)|/(?:[^/\\]|\\.)++(?:/|\Z))')
+_QUOTED_OR_REGEX = re.compile(r'(?:#|//)[^\n]*|("(?:[^"\\\n]|\\.)*+["\\]?|/(?:[^/\\]|\\.)++[/\\]?)')
 
 
 @dataclass(frozen=True, slots=True)

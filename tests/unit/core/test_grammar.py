@@ -20,6 +20,7 @@ from tandem.core.grammar_compiler import compile_grammar
 from tandem.core.model_path import resolve_model
 from tandem.core.tokenizer import Tokenizer
 from tandem.core.vocabulary import Vocabulary
+from tests.support.work import growth
 from tests.unit.core.schema_cases import FORMATS, Case, cases
 
 EOS = 2
@@ -179,6 +180,17 @@ def test_a_hostile_grammar_is_read_in_a_time_that_grows_with_its_length(name: st
     assert time.thread_time() - began_s < 0.1, "on the loop, where the body is small"
     asked.as_read(LIMITS)
     assert time.thread_time() - began_s < 3, "beside the loop, by Python that lets others run"
+
+
+@pytest.mark.parametrize(("begin", "end"), [('"', "\n"), ('"', "\\"), ("/", "\\"), ("/", "\\\n")])
+def test_a_text_that_never_ends_is_passed_once(begin: str, end: str) -> None:
+    escaped = "\\" + begin
+
+    def read(num: int) -> None:
+        with pytest.raises(InvalidRequestError, match="has a text or expression of"):
+            of_grammar(f"start: {begin}{escaped * num}{end}", "f", LIMITS)
+
+    assert growth(read, 6000) < 9
 
 
 def test_gbnf_of_too_many_rules_is_refused_at_once() -> None:

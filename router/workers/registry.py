@@ -197,11 +197,12 @@ class WorkerRegistry:
     def snapshot(self) -> Snapshot:
         """The load of every worker that takes requests, and whether others will; to be used at once."""
         prefill, decode = self._pools[Role.PREFILL], self._pools[Role.DECODE]
+        knows_none = self._version < 0  # a router that has just started is told in a moment who there is
         return Snapshot(
             prefill,
             decode,
-            is_prefill_coming=len(prefill) < self._num_members[Role.PREFILL],
-            is_decode_coming=len(decode) < self._num_members[Role.DECODE],
+            is_prefill_coming=knows_none or len(prefill) < self._num_members[Role.PREFILL],
+            is_decode_coming=knows_none or len(decode) < self._num_members[Role.DECODE],
             links=self.links,
             prefill_tokens_per_s=self._prefill_tokens_per_s,
             tier_reads=self._tier_reads,

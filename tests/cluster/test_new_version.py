@@ -18,6 +18,7 @@ import pytest
 from tandem.core.protocols import NEWEST
 from tests.cluster.serving import ROOT, Serve
 from tests.scenarios.client import Answer, ask
+from tests.support.waiting import wait_until
 
 PROMPTS = ["Once upon a time", "The dog ran to", "One day, a little girl"]
 NOW, LATER = "0.1.0", "0.2.0"
@@ -108,7 +109,7 @@ def versions(serve: Serve) -> dict[str, set[str]]:
 def test_no_request_fails_and_no_token_differs_while_all_change_to_the_next_version(
     serve: Serve, wheels: tuple[Path, Path]
 ) -> None:
-    assert versions(serve) == {"prefill": {NOW}, "decode": {NOW}}
+    wait_until(lambda: versions(serve), "versions", 30, wanted=lambda found: found == {pool: {NOW} for pool in found})
     expected = {prompt: story(serve.url, prompt) for prompt in PROMPTS}
     assert all(answer.done for answer in expected.values())
     with Load(serve.url) as load:

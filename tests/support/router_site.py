@@ -105,10 +105,12 @@ def opened_site(
     overrides: dict[str, Any] | None = None,
     *,
     with_workers: bool = True,
+    told: bool = True,
     max_context: int = 256,
     key_digests: frozenset[bytes] = frozenset(),
 ) -> Iterator[Site]:
-    """A router with `overrides` of the configuration (dotted names) and a pair of workers, for a `with` block."""
+    """A router with `overrides` of the configuration (dotted names) and a pair of workers, for a `with` block. One that
+    is not `told` has heard of no membership yet."""
     # Handoffs are scripted here, whatever waits at prefill; test_http_mixed.py has the mixed pool.
     base = {"model.served_names": ["toy", "toy/alias"], "transport.lease_s": 1.0, "scheduling.mixed_pool": False}
     config = configuration.load(None, {**base, **(overrides or {})})
@@ -122,6 +124,8 @@ def opened_site(
         if with_workers:
             pool.add(site.prefill, site.decode)
             site.wait_ready()
+        elif told:
+            pool.push()
         yield site
     finally:
         site.server.stop(drain_s=0.2)

@@ -39,6 +39,15 @@ def test_a_request_waits_for_a_worker_that_is_coming(patient: Site, state: str) 
     patient.decode.kill()
 
 
+def test_a_router_that_has_just_started_has_who_comes_wait_until_it_is_told_of_workers(make_site: MakeSite) -> None:
+    """It listens before the supervisor tells it: clients of a router that was replaced would be refused."""
+    site = make_site(with_workers=False, told=False)
+    under_way = in_background(site)
+    site.until_metric("tandem_router_waiting_requests", 1)
+    site.pool.add(site.prefill, site.decode)
+    assert under_way.result().json()["choices"][0]["text"] == "abcde"
+
+
 @pytest.mark.long
 def test_who_waits_keeps_its_place_and_its_deadline(patient: Site) -> None:
     patient.pool.states["decode-0"] = "failed"

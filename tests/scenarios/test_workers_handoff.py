@@ -385,8 +385,8 @@ async def test_commits_and_parts_come_behind_the_pages(
 ) -> None:
     ways, ask = Ways(pair, monkeypatch), Ask(prompt_of(400))
     async with Router(pair) as router:
-        (outcome,) = await router.ask(ask)
-        await router.heard(ask, "prefill.handoff_done")
+        await begin_attached(pair, router, ask)  # so that its pages go part by part
+        outcome = await router.finish(ask)
     assert outcome.ids() == oracle.greedy(ask.prompt, 12)
     assert len(ways.came) > 1, "parts, and the commit"
     assert set(ways.came) == {"message"}

@@ -295,7 +295,8 @@ class _Worker(control_pb2_grpc.WorkerControlServicer):
     async def Status(self, request: Any, context: Any) -> common_pb2.WorkerStatus:
         if self._world.deaf:
             await asyncio.Event().wait()
-        return self._world.statuses.get(self._worker.name) or common_pb2.WorkerStatus(num_running=1)
+        # At first nobody holds anything, so that who has told of it goes as one of whom nothing was heard yet.
+        return self._world.statuses.get(self._worker.name) or common_pb2.WorkerStatus()
 
     async def Drain(self, request: Any, context: Any) -> control_pb2.DrainWorkerReply:
         worker = self._worker

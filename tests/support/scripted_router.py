@@ -268,7 +268,8 @@ class Router:
     async def finish(self, ask: Ask) -> Outcome:
         """Until every choice has ended, and all before that was heard; a failure of either side fails the test.
 
-        The streams of the two workers are not ordered: decode's last token may come before prefill's first one.
+        The streams of the two workers are not ordered: decode's last token may come before prefill's first one, and
+        before prefill's word of the handoff.
         """
         outcome = self.outcomes[ask.key]
         num_wanted = ask.n - sum(j.finished for j in ask.journal)
@@ -276,7 +277,8 @@ class Router:
 
         def over() -> bool:
             are_whole = all(num_known.get(choice, 0) in outcome.tokens[choice] for choice in outcome.finished)
-            return (len(outcome.finished) >= num_wanted and are_whole) or bool(outcome.failures)
+            is_told = outcome.done is not None or outcome.local is not None or "decode.admitted" not in outcome.kinds
+            return (len(outcome.finished) >= num_wanted and are_whole and is_told) or bool(outcome.failures)
 
         await self.until(over, f"the end of {ask.key}")
         assert not outcome.failures, outcome.failures

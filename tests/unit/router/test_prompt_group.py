@@ -13,12 +13,14 @@ from tandem.core import config as configuration
 from tandem.core.errors import NoWorkerError
 from tandem.core.sampling import SamplingParams
 from tandem.rpc.guard import RoleGuard
+from tandem.rpc.v1.control_pb2 import Membership
 
 NUM_PROMPTS = 50
 
 
 async def test_each_prompt_hears_once_that_all_are_to_end_however_many_of_them_fail(checkpoint: Path) -> None:
     context = RouterServer(configuration.load(None, {}), model_dir=checkpoint)._context(RoleGuard())
+    context.workers.apply(Membership(version=1))  # there is nobody
     now_s = context.clock.now()
     requests = [Request(f"r#{n}", (1, 2), SamplingParams(max_tokens=1), now_s) for n in range(NUM_PROMPTS)]
     context.admission.enter(len(requests), owner=ANYBODY.owner)

@@ -1,4 +1,4 @@
-"""Measures the points of the grid, each into a file of its own: all servers in turn, each started for it."""
+"""Measures the points of the grid, each into a file of its own: all servers in turn, each started for some points."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.grid.points import Point
+from benchmarks.grid.points import Group, Point, grouped
 from benchmarks.peers.comparisons import Comparisons, measure_each
 from benchmarks.peers.models import Model
+from benchmarks.peers.run import Comparison, compare_together
 from benchmarks.peers.turns import Plan
 from tandem.core.errors import TandemError
 
@@ -49,24 +50,30 @@ class Grid:
         return round(_OPEN_SHARE * min(reached), _RATE_DIGITS)
 
     async def measure(self) -> int:
-        """Do what is left to do; how many requests failed in that. A point that cannot be measured is noted in
-        `failures`, and the others go on.
+        """Do what is left to do; how many requests failed in that. Points that cannot be measured are noted in
+        `failures`, by group, and the others go on.
 
         Raises:
             ConfigError: the files are of another machine or other versions, or cannot be written.
             KeyboardInterrupt: SIGINT came.
         """
         left = [point for point in self.points if self.comparisons.is_fresh or not self.is_done(point)]
-        num_servers = len(self.comparisons.contestants)
         num_failed, self.failures = await measure_each(
-            left, self._measure_one, lambda point: point.weight(num_servers), self.comparisons.console
+            grouped(left), self._measure_group, lambda group: group.weight, self.comparisons.console
         )
         return num_failed
 
-    async def _measure_one(self, point: Point) -> int:
+    async def _measure_group(self, group: Group) -> int:
+        unknown = [point for point in group.points if point.is_open and self._rate(point) is None]
+        known = [self._comparison(point) for point in group.points if point not in unknown]
+        num_failed = await compare_together(known) if known else 0
+        if unknown:
+            closed = ", ".join(point.closed.name for point in unknown)
+            raise TandemError(f"the rate of open points is not known: {closed} was not measured on all servers")
+        return num_failed
+
+    def _comparison(self, point: Point) -> Comparison:
         rate = self._rate(point) if point.is_open else None
-        if point.is_open and rate is None:
-            raise TandemError(f"its rate is not known: {point.closed.name} was not measured on all servers")
         plan = Plan(
             contestants=self.comparisons.turns(point),
             loads=(point.load(rate),),
@@ -77,7 +84,7 @@ class Grid:
         )
         held = self.comparisons.held(point)
         has_other_rate = point.is_open and held is not None and _rate_of(held, point) != rate
-        return await self.comparisons.compare(point, plan, self.model(point), is_outdated=has_other_rate)
+        return self.comparisons.comparison(point, plan, self.model(point), is_outdated=has_other_rate)
 
 
 def _rate_of(held: dict[str, Any], point: Point) -> float:

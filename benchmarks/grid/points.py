@@ -40,6 +40,7 @@ _ROUNDS = 2  # of all clients, at least
 _OF_OTHER_MODELS = ((0, 2), (1, 0), (2, 1), (1, 3), (2, 2))
 _START_WEIGHT = 20_000  # of a server's start, in tokens of a prompt
 _OUTPUT_WEIGHT = 3  # of an output token
+_MOST_TOGETHER = 4  # so that a point's servers are measured within some minutes
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,39 @@ class Point:
         """`rate` in requests a second, of an open one."""
         return Load(self.name, self.num_input, self.num_output, self.num_clients, self.num_requests, rate)
 
-    def weight(self, num_servers: int) -> float:
-        """How long it takes, beside others: in tokens of prompts."""
-        tokens = self.num_requests * (self.num_input + _OUTPUT_WEIGHT * self.num_output)
-        return num_servers * (_START_WEIGHT + tokens)
+    @property
+    def weight(self) -> float:
+        """How long it takes on one server, beside others: in tokens of prompts."""
+        return self.num_requests * (self.num_input + _OUTPUT_WEIGHT * self.num_output)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Points of one model and type, for which each server is started once."""
+
+    points: tuple[Point, ...]
+
+    @property
+    def name(self) -> str:
+        return ", ".join(point.name for point in self.points)
+
+    @property
+    def weight(self) -> float:
+        """How long it takes on one server, its start among that."""
+        return _START_WEIGHT + sum(point.weight for point in self.points)
+
+
+def grouped(points: Sequence[Point], most: int = _MOST_TOGETHER) -> list[Group]:
+    """Neighbours together, as far as they may be: an open one comes behind the group that gives its rate."""
+    groups: list[list[Point]] = []
+    for point in points:
+        last = groups[-1] if groups else []
+        is_alike = bool(last) and (last[0].model, last[0].dtype) == (point.model, point.dtype)
+        if is_alike and len(last) < most and not (point.is_open and point.closed in last):
+            last.append(point)
+        else:
+            groups.append([point])
+    return [Group(tuple(group)) for group in groups]
 
 
 def covering() -> list[Point]:

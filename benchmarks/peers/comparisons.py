@@ -39,7 +39,14 @@ class Point(Protocol):
         """Of its own: a generator with one seed for all may make prompts that begin alike."""
 
 
-P = TypeVar("P", bound=Point)
+class Named(Protocol):
+    """What is measured at once: a point, or some."""
+
+    @property
+    def name(self) -> str: ...
+
+
+N = TypeVar("N", bound=Named)
 
 OUT = "--out"  # the option that says where the files lie
 
@@ -103,12 +110,25 @@ class Comparisons:
         """Measure what of `plan` the point's file does not hold; how many requests failed in that.
 
         Args:
+            trace, is_outdated: as of `comparison`.
+
+        Raises:
+            ConfigError: as `comparison`.
+            TandemError, KeyboardInterrupt: as `benchmarks.peers.run.compare`.
+        """
+        return await compare(self.comparison(point, plan, model, trace=trace, is_outdated=is_outdated))
+
+    def comparison(
+        self, point: Point, plan: Plan, model: Model, *, trace: Sequence[TraceEntry] = (), is_outdated: bool = False
+    ) -> Comparison:
+        """What measures a point by `plan`, with what its file holds.
+
+        Args:
             trace: of a search.
             is_outdated: what the file holds is of another plan, and is lost.
 
         Raises:
             ConfigError: the file is of another machine or other versions, or cannot be written.
-            TandemError, KeyboardInterrupt: as `benchmarks.peers.run.compare`.
         """
         measured = Measured.opened(
             self.path(point),
@@ -117,25 +137,24 @@ class Comparisons:
             is_fresh=self.is_fresh or is_outdated,
             option=OUT,
         )
-        return await compare(
-            Comparison(
-                plan=plan,
-                place=replace(self.place, model=model.directory, dtype=point.dtype),
-                contestants=self.contestants,
-                vocabulary=model.vocabulary,
-                trace=trace,
-                measured=measured,
-                console=self.console,
-                code=Code.of(self.packages),
-                packages=self.packages,
-            )
+        return Comparison(
+            plan=plan,
+            place=replace(self.place, model=model.directory, dtype=point.dtype),
+            contestants=self.contestants,
+            vocabulary=model.vocabulary,
+            trace=trace,
+            measured=measured,
+            console=self.console,
+            code=Code.of(self.packages),
+            packages=self.packages,
         )
 
 
 async def measure_each(
-    left: Sequence[P], measure: Callable[[P], Awaitable[int]], weight: Callable[[P], float], console: Console
+    left: Sequence[N], measure: Callable[[N], Awaitable[int]], weight: Callable[[N], float], console: Console
 ) -> tuple[int, dict[str, str]]:
-    """`measure` each point; how many requests failed in that, and why points could not be measured: the others go on.
+    """`measure` each, a point or some; how many requests failed in that, and why some could not be measured: the others
+    go on.
 
     Args:
         measure: gives the number of requests that failed.
@@ -153,7 +172,7 @@ async def measure_each(
         if done_weight:
             seconds = (time.monotonic() - began_s) / done_weight * (all_weight - done_weight)
             remaining = f", about {duration(seconds)} left"
-        console.print(f"point {number} of {len(left)}: {point.name}{remaining}", highlight=False)
+        console.print(f"{number} of {len(left)}: {point.name}{remaining}", highlight=False)
         try:
             num_failed += await measure(point)
         except ConfigError:

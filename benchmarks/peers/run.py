@@ -68,27 +68,47 @@ async def compare(comparison: Comparison) -> int:
     num_failed = 0
     for number, turn in enumerate(left, 1):
         comparison.console.print(f"turn {number} of {len(left)}: {turn.contestant}", highlight=False)
-        num_failed += await _one_turn(comparison, turn, by_name[turn.contestant])
+        num_failed += await _while_it_runs([(comparison, turn)], by_name[turn.contestant])
     return num_failed
 
 
-async def _one_turn(comparison: Comparison, turn: Turn, contestant: Contestant) -> int:
-    measured, plan = comparison.measured, comparison.plan
-    place = replace(comparison.place, directory=comparison.place.directory / turn.contestant)
+async def compare_together(comparisons: Sequence[Comparison]) -> int:
+    """Do what is left of some with the same servers, model and place; each server is started once for all of them, in
+    the order of the first one. How many requests failed. Raises as `compare`."""
+    first = comparisons[0]
+    by_name = {contestant.name: contestant for contestant in first.contestants}
+    left = [(each, turn) for each in comparisons for turn in turns(each.plan, each.measured.done)]
+    num_failed = 0
+    for name in first.plan.contestants:
+        if parts := [(each, turn) for each, turn in left if turn.contestant == name]:
+            first.console.print(f"{name}: {len(parts)} of {len(comparisons)} to measure", highlight=False)
+            num_failed += await _while_it_runs(parts, by_name[name])
+    return num_failed
+
+
+async def _while_it_runs(parts: Sequence[tuple[Comparison, Turn]], contestant: Contestant) -> int:
+    """Start a server, and do what it is started for; how many requests failed."""
+    first, _ = parts[0]
+    place = replace(first.place, directory=first.place.directory / contestant.name)
     place.directory.mkdir(parents=True, exist_ok=True)
     commands = contestant.commands(place)
-    about = await _about(comparison, contestant, commands, place)
-    num_failed = 0
+    about = await _about(first, contestant, commands, place)
     async with running(commands, place.directory):
-        if plan.has_answers and turn.contestant not in measured.done_answers:
-            measured.add_answers({**about, "answers": await _answers(comparison)})
-        for load in turn.loads:
-            run = await _run_load(comparison, load, seed_of(plan, load.name, turn.repetition))
-            num_failed += sum(run["figures"]["num_failed"].values())
-            measured.add_run({**about, "load": load.name, "repetition": turn.repetition, **run})
-        if turn.has_goodput and plan.goodput is not None:
-            search = await _search(comparison, plan.goodput, contestant.num_workers)
-            measured.add_goodput({**about, **search})
+        return sum([await _one_turn(comparison, turn, contestant, about) for comparison, turn in parts])
+
+
+async def _one_turn(comparison: Comparison, turn: Turn, contestant: Contestant, about: dict[str, Any]) -> int:
+    measured, plan = comparison.measured, comparison.plan
+    num_failed = 0
+    if plan.has_answers and turn.contestant not in measured.done_answers:
+        measured.add_answers({**about, "answers": await _answers(comparison)})
+    for load in turn.loads:
+        run = await _run_load(comparison, load, seed_of(plan, load.name, turn.repetition))
+        num_failed += sum(run["figures"]["num_failed"].values())
+        measured.add_run({**about, "load": load.name, "repetition": turn.repetition, **run})
+    if turn.has_goodput and plan.goodput is not None:
+        search = await _search(comparison, plan.goodput, contestant.num_workers)
+        measured.add_goodput({**about, **search})
     return num_failed
 
 

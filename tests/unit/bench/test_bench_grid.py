@@ -17,7 +17,7 @@ from benchmarks.code import Code
 from benchmarks.grid import __main__ as command
 from benchmarks.grid.figures import AIMS, geometric_mean, point_of, ratio
 from benchmarks.grid.measure import Grid
-from benchmarks.grid.points import CLIENTS, INPUTS, MODELS, OUTPUTS, Point, all_points, covering, opened, pairs
+from benchmarks.grid.points import CLIENTS, INPUTS, MODELS, OUTPUTS, Point, all_points, covering, grouped, opened, pairs
 from benchmarks.grid.section import section
 from benchmarks.peers import run
 from benchmarks.peers.comparisons import Comparisons, duration
@@ -82,6 +82,16 @@ def test_other_models_have_five_points_of_short_prompts() -> None:
         assert max(point.num_input for point in points) <= 512
         assert {point.num_clients for point in points} == set(CLIENTS)
         assert {replace(point, model="82m", dtype="float32") for point in points} <= set(covering())
+
+
+def test_neighbours_of_one_model_and_type_share_the_starts_of_servers() -> None:
+    groups = grouped(all_points())
+    assert [point for group in groups for point in group.points] == all_points()
+    assert max(len(group.points) for group in groups) == 4
+    assert len(groups) < len(all_points()) / 2
+    for group in groups:
+        assert len({(point.model, point.dtype) for point in group.points}) == 1
+        assert not any(point.is_open and point.closed in group.points for point in group.points)
 
 
 def test_no_two_points_share_a_file_or_a_seed() -> None:
@@ -243,17 +253,22 @@ def grid(directory: Path, *points: Point) -> Grid:
     )
 
 
-CLOSED = Point(8, 101, 2)
+CLOSED, OTHER = Point(8, 101, 2), Point(8, 201, 2)
 OPEN = replace(CLOSED, is_open=True)
 
 
 @pytest.mark.faults
 @pytest.mark.processes
 async def test_a_tiny_grid_and_its_resumption(tmp_path: Path) -> None:
-    tiny = grid(tmp_path, CLOSED, OPEN)
+    tiny = grid(tmp_path, CLOSED, OTHER, OPEN)
     assert not tiny.is_done(CLOSED)
     assert await tiny.measure() == 0
-    assert (tiny.failures, [tiny.is_done(point) for point in tiny.points]) == ({}, [True, True])
+    assert (tiny.failures, [tiny.is_done(point) for point in tiny.points]) == ({}, [True] * 3)
+    said = tiny.comparisons.console.file.getvalue()  # type: ignore[attr-defined]
+    starts = [line for line in said.splitlines() if line.endswith("to measure")]
+    of_open = [line for line in starts if line.endswith("1 of 1 to measure")]
+    assert (len(starts), len(of_open)) == (4, 2), "each server once for both closed ones, and once for the open one"
+    assert len({each["seed"] for point in (CLOSED, OTHER) for each in read(tiny.comparisons.path(point))["runs"]}) == 2
     held = read(tiny.comparisons.path(CLOSED))
     assert point_of(held) == CLOSED
     assert {each["contestant"] for each in held["runs"]} == {"tandem", "peer-colocated"}
@@ -285,7 +300,7 @@ async def test_a_point_that_cannot_be_measured_is_noted_and_the_others_go_on(tmp
     tiny = grid(tmp_path, wrong, replace(OPEN, dtype="bfloat16"), CLOSED)
     assert await tiny.measure() == 0
     assert "ended with 1 before it was ready" in tiny.failures[wrong.name]
-    assert "its rate is not known" in tiny.failures[f"{wrong.name}-open"]
+    assert "the rate of open points is not known" in tiny.failures[f"{wrong.name}-open"]
     assert [tiny.is_done(point) for point in tiny.points] == [False, False, True]
     assert "left" in tiny.comparisons.console.file.getvalue()  # type: ignore[attr-defined]
 

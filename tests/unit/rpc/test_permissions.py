@@ -89,6 +89,12 @@ def _handler(method: MethodDescriptor, called: Callable[[], None]) -> grpc.RpcMe
     return handler
 
 
+async def _nothing() -> AsyncIterator[Any]:
+    """Until the call ends."""
+    await asyncio.Event().wait()
+    yield
+
+
 class _World:
     """One TLS server with every method of the wire contract, and a channel for each role."""
 
@@ -116,13 +122,17 @@ class _World:
         await self._server.stop(None)
 
     async def call(self, role: PeerRole, name: str) -> int:
-        """Call with one empty request; how many replies came. Raises gRPC's error."""
+        """Call with one empty request; how many replies came. Raises gRPC's error.
+
+        Who may not call sends nothing in a stream: a write that meets the end of its call is an error of its own.
+        """
         method = METHODS[name]
         request, reply = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
         kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
         make = getattr(self.channels[role], kind)
         call = make(name, request_serializer=request.SerializeToString, response_deserializer=reply.FromString)
-        argument = iter([request()]) if method.client_streaming else request()
+        stream = iter([request()]) if role in ALLOWED[name] else _nothing()
+        argument = stream if method.client_streaming else request()
         async with asyncio.timeout(10):
             if not method.server_streaming:
                 await call(argument)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import select
@@ -240,7 +241,9 @@ class PeerProcess:
 
     def end(self) -> None:
         self._conn.close()
-        self.signal(signal.SIGCONT) if self.process.is_alive() else None
+        with contextlib.suppress(ProcessLookupError):  # it may end by itself meanwhile, as its connection has
+            if self.process.is_alive():
+                self.signal(signal.SIGCONT)
         self.process.join(5)
         if self.process.is_alive():
             self.kill()

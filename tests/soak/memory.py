@@ -7,7 +7,6 @@ import statistics
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import psutil
@@ -34,16 +33,6 @@ class Trend:
     end_mib: float
     mib_per_minute: float
     grown_mib: float
-
-
-def growing(trends: Sequence[Trend], flat_mib: float) -> list[Trend]:
-    """Those that have grown by more than `flat_mib`, and are larger than all of their role that stand still: one that
-    has started late touches the rest of its pages, up to what the others have."""
-    still = dict.fromkeys({trend.role for trend in trends}, 0.0)
-    for trend in trends:
-        if trend.grown_mib <= flat_mib:
-            still[trend.role] = max(still[trend.role], trend.end_mib)
-    return [trend for trend in trends if trend.grown_mib > flat_mib and trend.end_mib > still[trend.role]]
 
 
 @dataclass

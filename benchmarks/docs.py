@@ -181,7 +181,8 @@ def _quantized_section(content: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield f"`model.quantize: int8` and `int4` beside the same {settings['dtype']} checkpoint as it is (random weights:"
     yield f"{listed(settings['model'])}), measured by"
-    yield "`python -m benchmarks.peers --servers tandem tandem-int8 tandem-int4 --dtype bfloat16`"
+    yield "`python -m benchmarks.peers --servers tandem tandem-int8 tandem-int4 --dtype bfloat16"
+    yield f"--loads {' '.join(sorted(settings['loads']))} --json {QUANTIZED_SOURCE}`"
     yield f"on {dates[-1]}, on {hardware_words(settings['machine'])}; Tandem at"
     yield f"{', '.join(codes_of('tandem', content['runs']))}."
     yield from reservations(content["runs"])

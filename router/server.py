@@ -168,7 +168,7 @@ class RouterServer:
         with closing(grammars), self._siblings() as siblings, self._tracing(context, card):
             bind = partial(listen, self._host, self._http_port)
             listener, is_shared = (bind(), False) if siblings is None else siblings.take_listener(bind)
-            if not is_shared:  # else others serve until this router knows the workers: it would answer 503 before
+            if not is_shared:  # else others serve until this router knows the workers: here they would wait
                 http.begin()
             with listener:
                 await self._serve(context, others, http, guard, live, exchange, listener, siblings, batches)

@@ -153,7 +153,7 @@ class InFlightRequest:
 
     async def find_route(self) -> Route:
         """The workers of the next attempt. Where there are none, it waits for up to `limits.wait_for_worker_s`:
-        a new request only if the membership says that one will come, a later attempt for any change.
+        a new request only if one may come by what is known, a later attempt for any change.
 
         Raises:
             NoWorkerError: a pool is empty.

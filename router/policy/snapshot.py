@@ -52,7 +52,8 @@ class Snapshot:
     """All workers that may get new requests, and the pools that more will join; to be used at once.
 
     Attributes:
-        is_prefill_coming: the membership has a worker of the pool that is not ready: it starts, or is to be replaced.
+        is_prefill_coming: the membership has a worker of the pool that is not ready: it starts, or is to be replaced;
+            or no membership was told yet.
         is_decode_coming: as `is_prefill_coming`.
         links: only of pairs that are worth noting: slow or broken. Of the others nothing is known that would matter.
         prefill_tokens_per_s: that a prefill worker computes; 0 where none has yet.
@@ -85,7 +86,7 @@ class Snapshot:
         return near, far
 
     def may_get_better(self, *, pools: bool = False) -> bool:
-        """Whether the membership says that a request which cannot be placed now can be placed later; one that `pools`
+        """Whether a request that cannot be placed now can be later, by what is known of who comes; one that `pools`
         needs a prefill worker alone."""
         if pools:
             return bool(self.prefill) or self.is_prefill_coming

@@ -21,6 +21,9 @@ except ModuleNotFoundError:  # on a machine with a GPU alone
 # The products in tests are small: a second thread gains nothing, and waits for the other one where the cores are busy.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# As the workers of a cluster have it: an answer of DNS that was lost is asked for again soon (`WORKER_ENVIRONMENT`).
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
+
 # No client here asks a server that has to be trusted: to read all authorities of the world takes each client 70 ms.
 # The folder holds none.
 os.environ.pop("SSL_CERT_FILE", None)

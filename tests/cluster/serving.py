@@ -58,6 +58,7 @@ class Serve:
             "PYTHONUNBUFFERED": "1",
             **(env or {}),
         }
+        self.env.pop("RES_OPTIONS")  # of the tests' own processes: a cluster sets it where it matters
         pool = {"threads": 1}
         tree = {"cache": {"memory_bytes": CACHE_BYTES}, "pools": {"prefill": pool, "decode": pool}, **config}
         file = directory / f"tandem-{self.port}.json"  # JSON is YAML

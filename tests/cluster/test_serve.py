@@ -15,6 +15,7 @@ import psutil
 import pytest
 from serving import CACHE_BYTES, Load, Serve, rare
 
+from tandem.cluster.ray.launcher import WORKER_ENVIRONMENT
 from tandem.core.config import MAX_POOL, TransportConfig
 from tests.support.waiting import wait_until
 
@@ -51,6 +52,11 @@ def test_status_shows_both_workers(serve: Serve) -> None:
     told = json.loads(serve.tandem("status", "--json").stdout)
     assert told["settled"]
     assert told.items() >= {"pid": serve.status()["pid"], "state": "ready"}.items()
+
+
+def test_a_worker_waits_no_five_seconds_for_an_answer_of_dns_that_was_lost(serve: Serve) -> None:
+    for member in serve.members().values():
+        assert psutil.Process(member["pid"]).environ().items() >= WORKER_ENVIRONMENT.items()
 
 
 def test_the_way_of_a_request_and_what_the_logs_say_of_it_are_found_by_its_id(serve: Serve) -> None:

@@ -38,6 +38,14 @@ _log = logging.getLogger(__name__)
 KNOCK_S = 2.0
 """How long a node may take to take a connection: one lost packet is sent again in that time."""
 
+WORKER_ENVIRONMENT = {
+    # Waiting threads sleep: where workers share cores, spinning made a prefill of 400 tokens 25 times slower.
+    "OMP_WAIT_POLICY": "passive",
+    # The store of torch.distributed asks DNS for the name of whoever connects, for its logs. For an answer that was
+    # lost the C library waits 5 s else: half of what a transfer has.
+    "RES_OPTIONS": "timeout:1 attempts:2",
+}
+
 _T = TypeVar("_T")
 
 
@@ -165,8 +173,7 @@ class RayLauncher:
             resources={role.value: 1},
             **_where(aim),
             num_gpus=getattr(self._spec.config.pools, role).gpus,
-            # Waiting threads sleep: where workers share cores, spinning made a prefill of 400 tokens 25 times slower.
-            runtime_env=environment_for(build, {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "passive"}),
+            runtime_env=environment_for(build, {"OMP_NUM_THREADS": str(num_threads), **WORKER_ENVIRONMENT}),
         )
         actor = asked.remote(self._spec, role.value, name, incarnation, num_threads)
         return RayHandle(actor, actor_name, self._watchers, self._lives)

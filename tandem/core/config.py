@@ -175,6 +175,11 @@ class CacheConfig:
         4 << 30, "The most bytes that `memory_share` gives one worker on a CPU; 0: no limit. Raise it for long "
         "contexts or many sequences.", minimum=0
     )
+    preallocate: bool = _key(
+        False, "Workers on CPUs take the memory of all KV pages before they are ready, which is some 0.3 to 2 s a GiB; "
+        "otherwise as pages are first used. Turn it on where other programs may take that memory meanwhile, or where "
+        "a process that grows is an alarm."
+    )
     max_context: int = _key(
         0, "The most tokens of prompt and output together; 0: the model's own limit. Lower it to refuse requests that "
         "would take most of the pages; of a model with longrope it also decides which of its factors hold "

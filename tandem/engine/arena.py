@@ -122,6 +122,22 @@ class KVArena:
         for layer in self._layers:
             populate(layer[first_page:end_page])
 
+    def preallocate(self) -> None:
+        """Make all pages resident, on the CPU; a device's memory is from the start.
+
+        Raises:
+            ConfigError: there is no such memory, or the operating system cannot do that (Linux before 5.14).
+        """
+        if self._host_bytes is None:
+            return
+        try:
+            populate(self._bytes)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot make {self._bytes.nbytes} bytes of KV pages resident: {error.strerror}; lower "
+                "cache.memory_bytes, or turn cache.preallocate off"
+            ) from error
+
     def layer(self, layer: int) -> torch.Tensor:
         """Return the pages of one layer, `[page][K|V][slot][kv_head][head_dim]`, without a copy."""
         return self._layers[layer]

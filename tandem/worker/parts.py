@@ -235,6 +235,10 @@ def build_parts(
     )
     draft = _load_draft(config, place, engine) if role is Role.DECODE else None
     arena = engine.arena
+    if config.cache.preallocate:
+        for each in (engine, draft):
+            if each is not None:
+                each.arena.preallocate()
     site = Site(role, engine.on_cpu, _cores_file(config, place) is not None)
     scheduler = BatchScheduler(
         PagePool(engine.num_pages, config.cache.page_size),

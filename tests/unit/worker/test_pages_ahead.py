@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import time
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from tandem.core.errors import ConfigError
+from tandem.engine import arena as arena_module
 from tandem.engine.arena import KVArena
 from tandem.engine.huge_pages import map_memory, populate
 from tandem.engine.layout import KVLayout
@@ -76,6 +80,22 @@ def test_an_eighth_is_ready_beyond_what_was_used_at_rest_and_half_of_that_at_wor
         ahead.used(2048)
         wait_for(ahead, 2048)
         assert num_resident(arena.tensor) - before >= 2048 * LAYOUT.page_bytes
+
+
+def test_all_are_ready_where_they_are_preallocated() -> None:
+    arena = KVArena(LAYOUT, 256)  # 32 MiB
+    before = num_resident(arena.tensor)
+    arena.preallocate()
+    assert num_resident(arena.tensor) - before >= 256 * LAYOUT.page_bytes
+
+
+def test_memory_that_is_not_there_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(memory: torch.Tensor) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(arena_module, "populate", full)
+    with pytest.raises(ConfigError, match=r"cannot make 131072 bytes .*: Cannot allocate memory; lower"):
+        KVArena(LAYOUT, 1).preallocate()
 
 
 @pytest.mark.long

@@ -160,7 +160,8 @@ class PoolState:
                 return self._give(event, now)
             case ev.BuildChanged():
                 self.upgrade.change(event.build)
-                return []
+                unplaced = [slot for slot in self.slots.values() if slot.is_unplaced and not slot.leaving]
+                return [step for slot in unplaced for step in self._move(slot, "another build is wanted", now)]
             case ev.DrainOrdered():
                 return self._order_drain(event, now)
             case ev.ProcessEnded():
@@ -312,6 +313,8 @@ class PoolState:
         if slot.phase is Phase.WAITING or slot.awaits:
             del self.slots[slot.name]
             return []
+        if slot.phase is Phase.STOPPING:  # its end is on its way
+            return []
         if slot.phase is Phase.STARTING:  # holds nothing yet
             return self._stop(slot, now, kill="the pool was made smaller while it started")
         slot.drain_s, slot.spare = self.policy.drain_s, True
@@ -333,6 +336,7 @@ class PoolState:
             slot.refill = True
             return self._drain(slot, now)
         successor = self._new_slot(slot.role)
+        successor.renews = slot.build != self.upgrade.wanted
         slot.wait_for(successor.name, now, self.policy)
         return [self._start(successor)]
 
@@ -358,6 +362,8 @@ class PoolState:
         """Drain a worker that an earlier supervisor let leave: at once, or once its successor is ready."""
         if not slot.successor:
             return self._drain(slot, now)
+        if (successor := self.slots.get(slot.successor)) is not None and successor.phase is not Phase.READY:
+            successor.renews = slot.build != self.upgrade.wanted
         slot.wait_for(slot.successor, now, self.policy)
         return []
 
@@ -370,9 +376,8 @@ class PoolState:
                 out += self._drain(slot, now)
             elif successor.failures >= self.policy.max_successor_failures:
                 slot.stay()
-                reason = successor.last_error.message if successor.last_error else ""
-                slot.note = f"it stays: its successor {successor.name} cannot start ({reason})"
-                self.upgrade.give_up(slot, f"{successor.name} cannot start ({reason})")
+                slot.note = f"it stays: its successor {successor.cannot_start}"
+                self.upgrade.give_up(slot, successor.cannot_start)
                 out += self._dismiss(successor, now)
             elif slot.place_by is not None and slot.place_by <= now:
                 slot.place_by = None
@@ -484,6 +489,10 @@ class PoolState:
             del self.slots[slot.name]
             return ([self._start(heir)] if heir else []) + self._reconcile(slot.role, now)
         slot.end(error, now, self.policy)
+        has_predecessor = any(other.successor == slot.name for other in self.slots.replaced)
+        if slot.renews and slot.failures >= self.policy.max_successor_failures and not has_predecessor:
+            slot.renews = False
+            self.upgrade.take_back(slot.cannot_start)
         hurry(self.slots.of(slot.role).values(), now, self.policy)
         return self._start_due(now)
 

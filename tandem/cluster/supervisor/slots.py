@@ -90,6 +90,7 @@ class Slot:
     successor: str = ""  # it is leaving once this slot is ready, and serves until then; empty: it waits for none
     place_by: float | None = None  # it waits so long for its successor to be placed
     drain_s: float = 0.0  # how long its drain may take
+    renews: bool = False  # it was started to replace one of another build, and has not been ready since
     spare: bool = False  # it is leaving since its pool needs it no more: the other one may have its process
     seat: Role = field(init=False)  # which of its node's places its process takes: that of the role it was started in
     awaits: str = ""  # name of the slot, of the other pool, whose process it is to get once that has drained
@@ -149,6 +150,11 @@ class Slot:
             return f"it did not drain within {self.drain_s:.0f} s"
         return "it did not stop in time"
 
+    @property
+    def cannot_start(self) -> str:
+        """`decode-1 cannot start (why)`."""
+        return f"{self.name} cannot start ({self.last_error.message if self.last_error else ''})"
+
     def silent_at(self, policy: Policy) -> float | None:
         """When it will have been silent for too long; `None`: nothing is expected of it now."""
         if self.listens:
@@ -190,7 +196,7 @@ class Slot:
         self.tried.clear()
 
     def ready(self, now: float) -> None:
-        self.phase, self.ready_at, self.heard_at = Phase.READY, now, now
+        self.phase, self.ready_at, self.heard_at, self.renews = Phase.READY, now, now, False
 
     def stop(self, deadline: float | None, kill: str) -> None:
         """It was asked to stop until then, or is killed for the reason in `kill`."""

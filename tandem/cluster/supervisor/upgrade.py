@@ -1,7 +1,7 @@
 """Which build the processes of a cluster shall run, and who is replaced next to get there. Pure.
 
 One process after the other is replaced as by `tandem drain`: its successor, of the wanted build, is ready before it
-leaves. Where a successor cannot start, the change is taken back, in the same way.
+leaves, but where there is no room for both. Where a successor cannot start, the change is taken back, in the same way.
 """
 
 from __future__ import annotations
@@ -39,6 +39,12 @@ class Upgrade:
         if self.wanted == self.before:  # the way back fails too
             self._declined.add(slot.incarnation)
             return
+        self.take_back(why)
+
+    def take_back(self, why: str) -> None:
+        """Go back to the build before."""
+        if self.wanted == self.before:
+            return
         self.note = f"{self.wanted.version} was taken back: {why}"
         self.wanted = self.before
         self._declined.clear()
@@ -46,7 +52,7 @@ class Upgrade:
     def next(self, slots: Iterable[Slot]) -> Slot | None:
         """Who is to be replaced now; `None`: nobody, or somebody is being replaced or loads the model."""
         slots = sorted(slots, key=lambda slot: (_ORDER[slot.role], slot.index))
-        if any(slot.leaving or (slot.phase is Phase.STARTING and slot.placement is not None) for slot in slots):
+        if any(_holds_up(slot) for slot in slots):
             return None
         old = (slot for slot in slots if slot.phase is Phase.READY and slot.build != self.wanted)
         return next((slot for slot in old if slot.incarnation not in self._declined), None)
@@ -55,3 +61,9 @@ class Upgrade:
         """Every process runs what is wanted, or has been given up."""
         slots = (slot for slot in slots if slot.phase is not Phase.WAITING)
         return all(slot.build == self.wanted or slot.incarnation in self._declined for slot in slots)
+
+
+def _holds_up(slot: Slot) -> bool:
+    """It is being replaced, it loads the model, or it took the place of one that went first and was not ready yet."""
+    loads = slot.phase is Phase.STARTING and slot.placement is not None
+    return slot.leaving or loads or slot.renews

@@ -415,6 +415,15 @@ def test_a_silent_worker_is_killed_once_and_replaced() -> None:
     assert of_workers(StartProcess, story.exit("decode-0"))
 
 
+def test_one_that_is_being_killed_is_not_drained_when_its_pool_is_made_smaller() -> None:
+    story = Story(1, 2)
+    story.feed(WriterSuspected("decode-1", story.life("decode-1")))
+    assert not of(DrainProcess, story.feed(WantedChanged(Role.DECODE, 1)))
+    assert story.cluster.workers["decode-1"].member.state == "failed"
+    assert not of(StartProcess, story.exit("decode-1"))
+    assert set(story.cluster.workers) == {"prefill-0", "decode-0"}
+
+
 def test_a_worker_that_is_stopped_while_it_loads_is_killed_and_replaced() -> None:
     story = Story(ready=False)
     story.feed(Placed("decode-0", story.life("decode-0"), HERE), after_s=1000)  # a node came late

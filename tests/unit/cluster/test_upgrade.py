@@ -17,12 +17,15 @@ from tandem.cluster.supervisor.events import (
     Exited,
     Instruction,
     Intent,
+    KillProcess,
+    LoadReported,
     Placement,
     ShutdownRequested,
     Started,
     StartProcess,
     StopProcess,
     Tick,
+    WantedChanged,
 )
 from tandem.cluster.supervisor.pools import PoolState
 from tandem.cluster.supervisor.slots import Policy
@@ -144,6 +147,46 @@ def test_where_the_way_back_fails_too_both_builds_go_on_side_by_side() -> None:
     assert sorted(build.version for build in cluster.builds) == ["0.2.0", "0.2.0", "0.2.0", "0.3.0"]
     assert cluster.pools.settled
     assert cluster.pools.upgrade.is_done(cluster.pools.slots.values()), "the next upgrade may come"
+
+
+def test_where_there_is_no_room_for_both_a_build_that_cannot_start_costs_one_worker_at_most() -> None:
+    cluster = Cluster()
+    cluster.broken.add(NEXT)
+    cluster.feed(BuildChanged(NEXT))
+    cluster.told = [step for step in cluster.told if not isinstance(step, StartProcess)]  # no node has a place
+    cluster.now += Policy().place_s
+    for slot in cluster.pools.slots.values():
+        cluster.feed(LoadReported(slot.name, slot.incarnation, 0))
+    cluster.feed(Tick())
+    unplaced = cluster.pools.slots["prefill-1"]
+    assert unplaced.is_unplaced
+    drains = [step for step in cluster.told if isinstance(step, DrainProcess)]
+    assert [drain.name for drain in drains] == ["prefill-0"]
+    while cluster.told:
+        cluster.carry_out(cluster.told.pop(0))
+    assert "prefill-0" not in cluster.pools.slots
+    cluster.feed(Tick())
+    assert not cluster.told, "nobody else goes before it is seen that the build can start"
+    cluster.carry_out(StartProcess(unplaced.name, unplaced.incarnation, Role.PREFILL, NEXT))
+    cluster.run()
+    assert cluster.builds == [INSTALLED] * 4
+    assert cluster.pools.settled
+    assert cluster.pools.upgrade.note == "0.2.0 was taken back: prefill-1 cannot start (it cannot start)"
+    assert cluster.least_ready == {**WANTED, Role.PREFILL: 0}
+
+
+def test_one_that_waits_for_a_node_is_asked_for_anew_and_holds_up_no_further_upgrade() -> None:
+    cluster = Cluster()
+    cluster.feed(WantedChanged(Role.DECODE, 3))
+    cluster.told.clear()  # no node has a place
+    waits = cluster.pools.slots["decode-2"]
+    assert (waits.is_unplaced, waits.build) == (True, INSTALLED)
+    cluster.feed(BuildChanged(NEXT))
+    killed = [step for step in cluster.told if isinstance(step, KillProcess)]
+    assert [step.name for step in killed] == ["decode-2"]
+    cluster.told.clear()
+    cluster.feed(Exited("decode-2", waits.incarnation, None))
+    assert (waits.is_unplaced, waits.build, waits.failures) == (True, NEXT, 0)
 
 
 def test_the_next_supervisor_goes_on_with_an_upgrade() -> None:

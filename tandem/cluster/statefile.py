@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
+import logging
 import os
 import socket
 import tempfile
@@ -26,6 +27,8 @@ import psutil
 from tandem.core.addresses import split_address
 from tandem.core.errors import ConfigError
 from tandem.core.pidfd import started_at
+
+_log = logging.getLogger(__name__)
 
 
 class Stage(StrEnum):
@@ -89,12 +92,23 @@ class Claim:
             write(self._file)
 
     def tell(self, stage: Stage, waits_for: str = "", **facts: Any) -> None:
-        """Write the stage. Without effect when the file is not ours."""
+        """Write the stage. Without effect when the file is another's. Where it cannot be written, that is logged: other
+        commands do not learn of the stage, and this one goes on."""
         since_s = self._file.since_s if stage is self._file.stage else time.time()
         news = dataclasses.replace(self._file, stage=stage, since_s=since_s, waits_for=waits_for, **facts)
-        if news != self._file and _is_kept(self._file):
+        if news != self._file:
             self._file = news
-            write(news)
+            self.renew()
+
+    def renew(self) -> None:
+        """Write the file as it is, also where it is gone: hosts remove what is old from their temporary directories."""
+        found = _read(_path(self._file.port))
+        if found is not None and (found.pid, found.started) != (self._file.pid, self._file.started):
+            return
+        try:
+            write(self._file)
+        except OSError as error:
+            _log.warning("%s cannot be written: %s", _path(self._file.port), error)
 
     def release(self) -> None:
         """Take no lock: a signal's handler calls it, perhaps while this very thread holds the lock."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 
 from rich.console import Console
@@ -19,36 +20,48 @@ _STATE_STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow", "
 
 
 class Reporter:
-    """Lines on standard output. On a terminal the present step shows below them until it is over."""
+    """Lines on standard output. On a terminal the present step shows below them until it is over.
+
+    What cannot be written, as to a full disk or a terminal that has gone, is lost, and the command goes on: a cluster
+    is not stopped because nobody can read of it.
+    """
 
     def __init__(self) -> None:
         self.console = make_console()
         self._status: Status | None = None
 
     def line(self, text: str, style: str = "") -> None:
-        self.console.print(text, style=style)
+        with _if_it_can_be_written():
+            self.console.print(text, style=style)
 
     def step(self, text: str) -> None:
         """Begin a step; the one before is over."""
         if not self.console.is_terminal:
             self.line(text)
             return
-        if self._status is None:
-            self._status = self.console.status(text)
-            self._status.start()
-        else:
-            self._status.update(text)
+        with _if_it_can_be_written():
+            if self._status is None:
+                self._status = self.console.status(text)
+                self._status.start()
+            else:
+                self._status.update(text)
 
     def end_steps(self) -> None:
         if self._status is not None:
-            self._status.stop()
-            self._status = None
+            status, self._status = self._status, None
+            with _if_it_can_be_written():
+                status.stop()
 
     def __enter__(self) -> Reporter:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.end_steps()
+
+
+def _if_it_can_be_written() -> contextlib.suppress:
+    """Rich ends the program, by `SystemExit`, where nobody reads the other end of a pipe any more."""
+    return contextlib.suppress(OSError, SystemExit)
 
 
 def make_console() -> Console:

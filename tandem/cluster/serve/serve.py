@@ -62,6 +62,9 @@ JOIN_REMEDY = (
 # How long a supervisor that has never served may fail by what may pass.
 FIRST_START_S = 60.0
 
+# Hosts remove files of their temporary directories after days at the earliest.
+_RENEW_CLAIM_S = 3600.0
+
 _FIRST_RETRY_S = 0.2
 _MAX_RETRY_S = 5.0
 
@@ -196,9 +199,10 @@ class Serving:
         watching = asyncio.create_task(self._watch(plan))
         stopping = asyncio.create_task(self._signals.wait())
         lost = asyncio.create_task(self._watch_ray())
+        keeping = asyncio.create_task(self._keep_claim())
         await asyncio.wait({watching, stopping, lost}, return_when=asyncio.FIRST_COMPLETED)
         ended = watching.done()
-        for task in (watching, stopping, lost):
+        for task in (watching, stopping, lost, keeping):
             task.cancel()
         outcomes = await asyncio.gather(watching, stopping, lost, return_exceptions=True)
         if not ended:
@@ -208,6 +212,11 @@ class Serving:
         for outcome in outcomes:
             if isinstance(outcome, Exception):
                 raise outcome
+
+    async def _keep_claim(self) -> None:
+        while True:
+            await asyncio.sleep(_RENEW_CLAIM_S)
+            self._claim.renew()
 
     async def _watch(self, plan: Plan) -> None:
         """Tell what changes, until the cluster has ended. A supervisor that dies is awaited: Ray starts it again."""

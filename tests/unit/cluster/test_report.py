@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+
 import pytest
 
 from tandem.cluster.serve.report import (
@@ -155,3 +159,23 @@ def test_certificates_that_end_soon_are_told_with_the_processes_that_have_read_t
     assert certificate_line(cluster, now_s).startswith("certificates of supervisor, router-0 end in 12 days: ")
     cluster.workers[1].load.certificate_expires = now_s - day_s
     assert certificate_line(cluster, now_s).startswith("certificates of supervisor, decode-0, router-0 have ended: ")
+
+
+@pytest.mark.parametrize("what", ["a full disk", "a pipe that nobody reads"])
+def test_a_line_that_cannot_be_written_ends_nothing(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[str]()
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(contextlib.suppress(OSError))  # of what is left in the buffer
+        if what == "a full disk":
+            output = undo.enter_context(open("/dev/full", "w"))
+        else:
+            reading, writing = os.pipe()
+            os.close(reading)
+            output = undo.enter_context(os.fdopen(writing, "w"))
+        monkeypatch.setattr(sys, "stdout", output)
+        with Reporter() as reporter:
+            reporter.step("Starting Ray")
+            reporter.line("ready")
+            reporter.line("ready")
+            said.append("all of it")
+    assert said == ["all of it"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -111,3 +112,28 @@ def test_a_state_file_does_not_lie_where_the_end_of_a_session_removes_it(monkeyp
     assert statefile.runtime_directory() == Path(os.environ["XDG_RUNTIME_DIR"]) / "tandem"
     monkeypatch.setenv("XDG_RUNTIME_DIR", f"/run/user/{os.getuid()}")
     assert statefile.runtime_directory().parent == Path(tempfile.gettempdir())
+
+
+def test_a_file_that_the_host_has_cleaned_away_is_written_again() -> None:
+    claim = Claim(8000, local=True)
+    claim.take("Ray to start")
+    file = statefile.runtime_directory() / "8000.json"
+    file.unlink()
+    file.parent.rmdir()
+    claim.renew()
+    (found,) = statefile.running()
+    assert found.waits_for == "Ray to start"
+
+
+def test_where_the_file_cannot_be_written_whoever_tells_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    claim = Claim(8000, local=True)
+    claim.take("Ray to start")
+
+    def full(cluster: statefile.ClusterFile) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(statefile, "write", full)
+    claim.tell(Stage.STOPPING, "its processes to end")
+    assert "8000.json cannot be written: [Errno 28] No space left on device" in caplog.text

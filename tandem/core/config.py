@@ -94,7 +94,9 @@ class PoolConfig:
         "more than `min`.", minimum=0, maximum=MAX_POOL
     )
     threads: int = _key(0, "CPU threads of each worker; 0: an equal share of the cores.", minimum=0)
-    gpus: float = _key(0.0, "GPUs of each worker; 0: it computes on the CPU.", minimum=0)
+    gpus: float = _key(
+        0.0, "GPUs of each worker: a whole number, or a part of one; 0: it computes on the CPU.", minimum=0
+    )
 
     @property
     def least(self) -> int:
@@ -672,6 +674,12 @@ def _check_relations(config: Config) -> None:
 
 
 def _check_pool(pool: PoolConfig, path: str) -> None:
+    if round(pool.gpus, 4) != pool.gpus or (pool.gpus > 1 and pool.gpus % 1):  # as Ray counts them
+        raise ConfigError(
+            f"{path}.gpus is {pool.gpus:g}; give a worker a whole number of GPUs, or a part of one with at most four "
+            "decimals, as 0.5",
+            key=f"{path}.gpus",
+        )
     if pool.max and pool.at_first > pool.max:
         name, size = ("min", pool.min) if pool.min > pool.max else ("workers", pool.workers)
         raise ConfigError(

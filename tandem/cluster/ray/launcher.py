@@ -162,10 +162,18 @@ class RayLauncher:
         self, role: Role, name: str, incarnation: str, beside: Sequence[str], build: Build, aim: Aim
     ) -> RayHandle:
         actor_name = f"{name}.{incarnation}"
+        try:
+            actor = self._ask_for(actor_name, role, beside, build, aim)
+        except Exception as error:  # Ray has many ways to say that it will not
+            raise translate(error) from error
+        return RayHandle(actor, actor_name, self._watchers, self._lives)
+
+    def _ask_for(self, actor_name: str, role: Role, beside: Sequence[str], build: Build, aim: Aim) -> Any:
+        name, _, incarnation = actor_name.partition(".")
         if role is Role.ROUTER:
             where = pinned(*self._node_of_router(name, beside, aim))
             asked = make_actor(RouterActor, name=actor_name, runtime_env=environment_for(build, {}), **where)
-            return RayHandle(asked.remote(self._spec, name, self._key_digests), actor_name, self._watchers, self._lives)
+            return asked.remote(self._spec, name, self._key_digests)
         num_threads = self._spec.num_threads[role] or threads_for(role)
         asked = make_actor(
             WorkerActor,
@@ -175,8 +183,7 @@ class RayLauncher:
             num_gpus=getattr(self._spec.config.pools, role).gpus,
             runtime_env=environment_for(build, {"OMP_NUM_THREADS": str(num_threads), **WORKER_ENVIRONMENT}),
         )
-        actor = asked.remote(self._spec, role.value, name, incarnation, num_threads)
-        return RayHandle(actor, actor_name, self._watchers, self._lives)
+        return asked.remote(self._spec, role.value, name, incarnation, num_threads)
 
     def _node_of_router(self, name: str, beside: Sequence[str], aim: Aim) -> tuple[str, str]:
         """Its id and address. Where nobody but programs of its own host can reach a router: the host of `tandem serve`.

@@ -15,9 +15,20 @@ from tandem.cluster.supervisor.load_follower import Law
 from tandem.cluster.supervisor.service import SupervisorService
 from tandem.cluster.supervisor.slots import Policy
 from tandem.cluster.supervisor.supervisor import Supervisor
+from tandem.core.config import Config
 from tandem.core.identity import Role
 from tandem.rpc.channel import bind, host_of, make_server
 from tandem.rpc.v1 import supervisor_pb2_grpc
+
+
+def make_policy(config: Config) -> Policy:
+    transport = config.transport
+    return Policy(
+        silence_s=transport.lease_s + transport.grace_s,
+        router_silence_s=transport.lease_s,
+        loading_silence_s=max(Policy.loading_silence_s, 3 * transport.heartbeat_s),
+        flexible=config.pools.flexible,
+    )
 
 
 async def serve_supervisor(
@@ -42,11 +53,7 @@ async def serve_supervisor(
         launcher,
         wanted={**{role: pool.at_first for role, pool in workers.items()}, Role.ROUTER: pools.routers},
         heartbeat_s=transport.heartbeat_s,
-        policy=Policy(
-            silence_s=transport.lease_s + transport.grace_s,
-            router_silence_s=transport.lease_s,
-            flexible=pools.flexible,
-        ),
+        policy=make_policy(spec.config),
         check_room=room,
         cache_secret=cache_secret,
         ranges=ranges,

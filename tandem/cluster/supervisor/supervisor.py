@@ -79,6 +79,7 @@ class Supervisor:
         self._shown: object = None  # what it was like at the last one
         self._remembered: ev.Intent | None = None
         self._remembering = asyncio.Lock()
+        self._will_remember = False  # a task of its own keeps what is intended
         self._upgrading = asyncio.Lock()
         self._closed = asyncio.Event()
 
@@ -286,7 +287,7 @@ class Supervisor:
             self._shown = shown
             self._note_change()
         if self.opened.is_set() and self.cluster.intent != self._remembered and not self.cluster.stopping:
-            self._spawn(self._remember())
+            self._remember_soon()
 
     def _note_change(self) -> None:
         self._changed.set()
@@ -342,6 +343,19 @@ class Supervisor:
             if (intent := self.cluster.intent) != self._remembered:
                 await asyncio.to_thread(self._launcher.remember, intent)
                 self._remembered = intent
+
+    def _remember_soon(self) -> None:
+        """One task, however much happens until the launcher has kept it: a lost control store keeps it waiting."""
+        if not self._will_remember:
+            self._will_remember = True
+            self._spawn(self._remember_all())
+
+    async def _remember_all(self) -> None:
+        try:
+            while self.cluster.intent != self._remembered and not self.cluster.stopping:
+                await self._remember()
+        finally:
+            self._will_remember = False
 
     def _check_open(self) -> None:
         if self.cluster.closing:

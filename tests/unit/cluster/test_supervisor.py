@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator
 
 import pytest
 
-from tandem.cluster.supervisor.events import INSTALLED, Build, Intent, ProcessEnded
+from tandem.cluster.supervisor.events import INSTALLED, Build, Intent, LoadReported, ProcessEnded
 from tandem.cluster.supervisor.handles import Found, Memory, ProcessState
 from tandem.cluster.supervisor.router_monitor import ERRORS_INTERVAL_S
 from tandem.cluster.supervisor.slots import Phase
@@ -31,7 +32,7 @@ from tests.support.scripted_processes import (
     supervising,
     until_change,
 )
-from tests.support.waiting import LONG_S
+from tests.support.waiting import LONG_S, until
 
 
 @pytest.fixture
@@ -111,6 +112,29 @@ async def test_a_drained_router_is_replaced_by_one_on_its_own_node(world: World)
         old.left.set()
         await until_change(supervisor, lambda: supervisor.cluster.settled)
         assert set(supervisor.cluster.routers) == {"router-1", "router-2"}
+
+
+async def test_while_what_is_intended_cannot_be_kept_tasks_do_not_pile_up(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A control store that is lost keeps whoever writes to it waiting for minutes."""
+    is_back, remember = threading.Event(), world.remember
+
+    def wait_and_remember(intent: Intent) -> None:
+        assert is_back.wait(LONG_S)
+        remember(intent)
+
+    async with supervising(world) as supervisor:
+        await until_change(supervisor, lambda: supervisor.cluster.settled)
+        monkeypatch.setattr(world, "remember", wait_and_remember)
+        world.named("decode-0").die()
+        await until_change(supervisor, lambda: len(world.workers) == 3 and supervisor.cluster.settled)
+        before = len(asyncio.all_tasks())
+        for _ in range(100):
+            supervisor._feed(LoadReported("prefill-0", world.named("prefill-0").incarnation, 0))
+        assert len(asyncio.all_tasks()) == before
+        is_back.set()
+        await until(lambda: world.remembered == supervisor.cluster.intent, "what is intended")
 
 
 async def test_a_dead_worker_is_replaced(world: World) -> None:

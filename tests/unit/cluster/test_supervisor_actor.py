@@ -10,6 +10,7 @@ import pytest
 
 from tandem.cluster.ray import supervisor_actor as module
 from tandem.cluster.ray.supervisor_actor import SupervisorActor
+from tandem.cluster.ray.supervisor_process import make_policy
 from tandem.cluster.spec import ClusterSpec, NotStarted, SupervisorFace
 from tandem.core.config import from_dict
 from tandem.core.errors import ConfigError
@@ -60,3 +61,9 @@ def test_what_fails_before_the_supervisor_is_made_fails_no_constructor(
     actor = started(spec, monkeypatch, [])
     assert actor.wait_ready() == NotStarted("no space left on device", "")
     assert isinstance(actor.wait_ready(), SupervisorFace)
+
+
+@pytest.mark.parametrize("lease_s", [1.0, 10.0, 600.0])
+def test_whoever_loads_is_asked_several_times_before_its_silence_ends_it(lease_s: float) -> None:
+    config = from_dict({"transport": {"lease_s": lease_s}})
+    assert make_policy(config).loading_silence_s >= max(60.0, 3 * config.transport.heartbeat_s)

@@ -115,6 +115,8 @@ def _values(leaf: Leaf) -> st.SearchStrategy[Any]:
         return st.lists(st.sampled_from(ORIGINS)).map(tuple)
     if leaf.path == "tracing.otlp_endpoint":
         return st.sampled_from(["", "http://collector:4318", "https://[::1]:4318/v1/traces"])
+    if leaf.path.endswith(".gpus"):
+        return st.one_of(st.integers(0, 8).map(float), st.sampled_from([0.0001, 0.25, 0.3333]))
     if leaf.choices:
         return st.sampled_from(leaf.choices)
     least = leaf.minimum or 0
@@ -441,3 +443,15 @@ def test_a_simulated_engine_has_no_types(section: str, key: str) -> None:
     with pytest.raises(ConfigError, match="a simulated engine has no use for") as caught:
         from_dict(tree)
     assert caught.value.key == f"{section}.{key}"
+
+
+@pytest.mark.parametrize("gpus", [1.5, 0.00001, 1 / 3])
+def test_gpus_that_ray_does_not_give_are_refused(gpus: float) -> None:
+    with pytest.raises(ConfigError, match="give a worker a whole number of GPUs, or a part of one") as caught:
+        load(None, {"pools.decode.gpus": gpus})
+    assert caught.value.key == "pools.decode.gpus"
+
+
+@pytest.mark.parametrize("gpus", [0, 0.25, 1, 8])
+def test_whole_gpus_and_parts_of_one_are_taken(gpus: float) -> None:
+    assert load(None, {"pools.decode.gpus": gpus}).pools.decode.gpus == gpus

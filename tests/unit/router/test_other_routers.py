@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
@@ -24,7 +25,7 @@ from tandem.rpc.guard import RoleGuard
 from tandem.rpc.v1.control_pb2 import OtherRouter
 from tests.support.scripted_pool import ScriptedPool
 from tests.support.scripted_worker import ScriptedDecode, ScriptedPrefill
-from tests.support.waiting import wait_until
+from tests.support.waiting import LONG_S, wait_until
 
 BODY = {"prompt": "x", "max_tokens": 3}
 
@@ -76,10 +77,17 @@ def test_whichever_is_asked_knows_the_requests_of_all(hosts: list[Host]) -> None
         for name, request_id in ids.items():
             (found,) = asked.get(f"/v1/requests/{request_id}").raise_for_status().json()["data"]
             assert found["router"] == name
+        shown, ended = set[str](), set[str]()
+        deadline_s = time.monotonic() + LONG_S
         with httpx.stream("GET", f"{asked.url}/v1/events", timeout=30) as events:
-            told = json.loads(next(line for line in events.iter_lines() if line.startswith("data: "))[6:])
-        assert {router["router"] for router in told["routers"]} == set(ids)
-        assert {row["id"].partition("#")[0] for row in told["ended"]} == set(ids.values())
+            for line in events.iter_lines():  # who answers late is in a later event
+                if line.startswith("data: "):
+                    told = json.loads(line[6:])
+                    shown |= {router["router"] for router in told["routers"]}
+                    ended |= {row["id"].partition("#")[0] for row in told["ended"]}
+                if (shown, ended) == (set(ids), set(ids.values())):
+                    break
+                assert time.monotonic() < deadline_s, (shown, ended)
 
 
 def test_others_know_an_id_that_begins_as_that_of_a_body(hosts: list[Host]) -> None:

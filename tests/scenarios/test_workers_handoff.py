@@ -385,7 +385,10 @@ async def test_commits_and_parts_come_behind_the_pages(
 ) -> None:
     ways, ask = Ways(pair, monkeypatch), Ask(prompt_of(400))
     async with Router(pair) as router:
-        await begin_attached(pair, router, ask)  # so that its pages go part by part
+        with Gate(pair.prefill.parts.engine, "forward", first=3) as computing:
+            await begin_attached(pair, router, ask)  # so that its pages go part by part
+            await computing.wait()
+            await until(lambda: ways.came, "a part of what has been computed")
         outcome = await router.finish(ask)
     assert outcome.ids() == oracle.greedy(ask.prompt, 12)
     assert len(ways.came) > 1, "parts, and the commit"

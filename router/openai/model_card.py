@@ -13,11 +13,9 @@ from router.openai.refusal import shown
 from router.tools.formats import ToolFormat, format_of
 from tandem.core.config import Config
 from tandem.core.errors import ModelLoadError, ModelNotFoundError
-from tandem.core.model_path import ANY_NAME, model_name, shown_name, text_config
+from tandem.core.model_path import ANY_NAME, model_name, positions_of, shown_name, text_config
 from tandem.core.pooling import Pooling, read_pooling
 from tandem.core.tokenizer import Tokenizer
-
-_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
 
 
 @dataclass(frozen=True)
@@ -50,9 +48,7 @@ class ModelCard:
         facts = text_config(facts)
         own = model_name(config.model.path, model_dir)
         names = config.model.served_names or (own,)
-        limits = [facts[key] for key in _CONTEXT_KEYS if isinstance(facts.get(key), int)][:1]
-        if config.cache.max_context:
-            limits.append(config.cache.max_context)
+        limits = [limit for limit in (positions_of(facts), config.cache.max_context) if limit]
         tool_format = _tool_format(tokenizer)
         return cls(
             names=names,

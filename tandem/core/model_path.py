@@ -9,7 +9,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -135,7 +135,7 @@ def read_facts(path: str, directory: Path) -> ModelFacts:
         directory=directory,
         architecture=str(architectures[0]),
         dtype=dtype if dtype in DTYPE_BYTES else None,
-        max_positions=_first(text, "max_position_embeddings", "n_positions"),
+        max_positions=positions_of(text),
         num_layers=_first(text, "num_hidden_layers", "n_layer"),
         num_kv_heads=kv_heads if kv_heads is not None else heads,
         head_dim=head_dim,
@@ -158,6 +158,22 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     if config.get("model_type") == "gpt_bigcode" and config.get("multi_query", True):
         return config | {"num_key_value_heads": 1}
     return config
+
+
+def positions_of(text: Mapping[str, Any]) -> int | None:
+    """The greatest context, in tokens, of a model whose `config.json` says this of its text part; `None`: it says none.
+
+    YaRN is asked for by `factor` and the length it stretches, and publishers leave `max_position_embeddings` at that
+    length: the longer one of the two holds.
+    """
+    limit = _first(text, "max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+    rope = text.get("rope_parameters") or text.get("rope_scaling")
+    if limit is None or not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type")) != "yarn":
+        return limit
+    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings") or limit
+    if not isinstance(factor, int | float) or not isinstance(original, int) or not math.isfinite(factor):
+        return limit
+    return max(limit, int(factor * original))
 
 
 def is_of_other_part(tensor: str) -> bool:
@@ -311,7 +327,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     return data
 
 
-def _first(config: dict[str, Any], *names: str) -> int | None:
+def _first(config: Mapping[str, Any], *names: str) -> int | None:
     return next((config[name] for name in names if isinstance(config.get(name), int)), None)
 
 

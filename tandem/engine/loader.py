@@ -28,7 +28,7 @@ from transformers.utils import logging as hf_logging
 from tandem.core import windows
 from tandem.core.dtypes import KV_DTYPES
 from tandem.core.errors import ConfigError, ModelLoadError, TandemError, UnsupportedModelError
-from tandem.core.model_path import has_other_parts, is_of_other_part
+from tandem.core.model_path import has_other_parts, is_of_other_part, positions_of
 from tandem.core.pooling import Pooling, PoolingTask
 from tandem.core.tokenizer import Tokenizer
 from tandem.core.windows import Windows
@@ -351,11 +351,12 @@ def vocab_size_of(model: PreTrainedModel) -> int:
 
 def context_of(config: PreTrainedConfig, requested: int | None) -> int:
     """Return the greatest context in tokens. Raises `ConfigError` if more is requested than the model was made for."""
-    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    text = config.get_text_config(decoder=True)
+    limit = positions_of({**text.to_dict(), "max_position_embeddings": getattr(text, "max_position_embeddings", None)})
     if requested is None:
         if limit is None:
             raise ConfigError("the model does not state its greatest context; give max_context", key="max_context")
-        return int(limit)
+        return limit
     if requested < 1 or (limit is not None and requested > limit):
         raise ConfigError(f"max_context {requested} is not in [1, {limit}], the model's own limit", key="max_context")
     return requested

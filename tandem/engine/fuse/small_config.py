@@ -53,6 +53,10 @@ def shrink_config(config: PreTrainedConfig) -> PreTrainedConfig:
         value = getattr(small, name, None)
         if isinstance(value, int):
             setattr(small, name, min(value, 2 if name == "num_experts_per_tok" else 4))
+    if getattr(small, "n_group", None) is not None:  # groups of experts: a token has its own from some of them
+        takes_all = small.topk_group == small.n_group
+        small.n_group = min(2, small.n_group)
+        small.topk_group = small.n_group if takes_all else 1
     if getattr(small, "word_embed_proj_dim", None) is not None:
         small.word_embed_proj_dim = HIDDEN_SIZE
     small.vocab_size = VOCAB_SIZE

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tandem.core.errors import ModelLoadError
-from tandem.core.model_path import TensorHead, read_facts, read_heads
+from tandem.core.model_path import TensorHead, positions_of, read_facts, read_heads
 from tandem.engine.loader import derive_layout, load_config
 from tandem.plan.shapes import find_shape
 
@@ -71,3 +71,21 @@ def test_one_head_of_k_and_v_counts_as_one(tmp_path: Path, said: dict[str, bool]
     layout = derive_layout(load_config(tmp_path), page_size=1, dtype="float32")
     assert facts.num_kv_heads == shape.kv_heads == layout.num_kv_heads == num_kv_heads
     assert facts.kv_bytes_per_token("float32") == layout.page_bytes
+
+
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    ("rope", "limit"),
+    [
+        (None, 4096),
+        ({"type": "linear", "factor": 4.0}, 4096),  # some publishers have stretched the limit already
+        (YARN, 16384),
+        ({**YARN, "rope_type": "yarn", "original_max_position_embeddings": 1024}, 4096),
+        ({"type": "yarn", "factor": 2.0}, 8192),
+        ({**YARN, "factor": "4"}, 4096),
+    ],
+)
+def test_the_context_of_yarn_is_what_it_stretches_times_its_factor(rope: Any, limit: int) -> None:
+    assert positions_of({"max_position_embeddings": 4096, "rope_scaling": rope}) == limit

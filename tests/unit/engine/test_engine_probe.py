@@ -68,6 +68,7 @@ SERVED = {
     "qwen2 with windows": config_of("qwen2", use_sliding_window=True, max_window_layers=20),
     "phi3": config_of("phi3", pad_token_id=0),
     "phi3 with longrope": config_of("phi3", pad_token_id=0, **LONGROPE),
+    "experts of some groups": config_of("glm4_moe", n_group=8, topk_group=4),
     "nemotron": config_of("nemotron", num_key_value_heads=8),
     "hunyuan_v1_dense": config_of("hunyuan_v1_dense", head_dim=128),
     **{name: config_of(name) for name in DECODERS + MIXTURES},

@@ -285,6 +285,23 @@ def test_the_context_decides_which_factors_of_longrope_hold(
     assert float((found[40:] - expected(short_prompt)).abs().max()) <= helpers.LOGIT_TOLERANCE
 
 
+def test_yarn_reaches_as_far_as_its_factor_stretches_what_its_publisher_states(tmp_path: Path) -> None:
+    """As Qwen's README has its users write it, beside a `max_position_embeddings` that stays as it is."""
+    rope = {"type": "yarn", "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    rope["original_max_position_embeddings"] = 32
+    config = AutoConfig.for_model("qwen2", **SIZES | {"max_position_embeddings": 32}, rope_parameters=rope)
+    directory = save(ModelSpec(seed=1), tmp_path / "qwen2", config)
+    assert read_facts("model", directory).max_positions == 128
+    engine = helpers.load_engine(directory, num_pages=16)
+    assert engine.max_context == 128
+    (prompt,) = prompts_of(100)
+    eager = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        expected = eager(input_ids=torch.tensor([prompt]), use_cache=False).logits[0]
+    found = engine.forward([SequenceInput(prompt, 0, range(7), 100)])
+    assert float((found - expected).abs().max()) <= helpers.LOGIT_TOLERANCE
+
+
 @pytest.mark.long
 def test_dynamic_rope_is_the_plain_one_within_the_models_context(tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}

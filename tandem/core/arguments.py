@@ -7,6 +7,9 @@ import difflib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+#: Beyond this no number of anything makes sense, and floats do not hold all whole numbers.
+_MOST = 10**15
+
 
 class Parser(argparse.ArgumentParser):
     """Ends an unknown option or choice with the usage of its own command, and says what may have been meant.
@@ -52,10 +55,11 @@ def number(text: str, type: Callable[[str], float], is_right: Callable[[float], 
 def whole(least: int, most: int | None = None) -> Callable[[str], Any]:
     """Reads whole numbers from `least` to `most`, or from `least` on."""
     range_words = f"of at least {least}" if most is None else f"from {least} to {most}"
+    bound = _MOST if most is None else most
 
     def read(text: str) -> Any:
         return number(
-            text, int, lambda value: least <= value and (most is None or value <= most), f"a whole number {range_words}"
+            text, int, lambda value: least <= value <= bound, f"a whole number {range_words}"
         )
 
     return read

@@ -119,7 +119,7 @@ def _add_model(command: argparse.ArgumentParser) -> None:
         help="a known model (llama-3-8b, …), or a directory with config.json",
     )
     command.add_argument(
-        "--weight-bits", type=_above_0, default=16.0, metavar="N", help="of a parameter in memory (default: 16)"
+        "--weight-bits", type=_bits, default=16.0, metavar="N", help="of a parameter in memory (default: 16)"
     )
     command.add_argument(
         "--kv-dtype", choices=sorted(PAGE_DTYPES), default="bfloat16", help="of K and V (default: bfloat16)"
@@ -135,6 +135,10 @@ def _add_card(command: argparse.ArgumentParser, *, required: bool = True) -> Non
 
 def _above_0(text: str) -> float:
     return float(number(text, float, lambda value: 0 < value < float("inf"), "a number above 0"))
+
+
+def _bits(text: str) -> float:
+    return float(number(text, float, lambda value: 0 < value <= 64, "a number of bits, above 0 and at most 64"))
 
 
 def _run(name: str) -> Callable[[argparse.Namespace], int]:

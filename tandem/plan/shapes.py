@@ -26,7 +26,9 @@ class ModelShape:
         is_gated: the feed-forward part has three matrices, else two.
         is_tied: the output layer is the embedding.
         experts, experts_per_token: of a mixture; 0: there is none.
-        window, full_layers: the last tokens that a token sees in layers with a window, itself included, and how many
+        shared: numbers within what of a mixture all tokens go through, beside their experts.
+    dense_layers, dense_intermediate: layers of a mixture that have no experts, and the numbers within theirs.
+    window, full_layers: the last tokens that a token sees in layers with a window, itself included, and how many
             layers see all beside those; 0: all layers see all.
     """
 
@@ -42,6 +44,9 @@ class ModelShape:
     is_tied: bool = False
     experts: int = 0
     experts_per_token: int = 0
+    shared: int = 0
+    dense_layers: int = 0
+    dense_intermediate: int = 0
     window: int = 0
     full_layers: int = 0
 
@@ -62,10 +67,12 @@ class ModelShape:
 
     def _with_experts(self, num: int) -> int:
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-        feed_forward = (3 if self.is_gated else 2) * self.hidden * self.intermediate * num
+        mixed = self.layers - self.dense_layers
+        within = mixed * (self.intermediate * num + self.shared) + self.dense_layers * self.dense_intermediate
+        feed_forward = (3 if self.is_gated else 2) * self.hidden * within
         router = self.hidden * self.experts
         embeddings = (1 if self.is_tied else 2) * self.vocab * self.hidden
-        return self.layers * (attention + feed_forward + router) + embeddings
+        return self.layers * attention + feed_forward + mixed * router + embeddings
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """K and V of one token in all layers."""
@@ -130,13 +137,23 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "head_dim": ("head_dim",),
     "intermediate": ("moe_intermediate_size", "intermediate_size", "n_inner"),
     "vocab": ("vocab_size",),
-    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
-    "experts_per_token": ("num_experts_per_tok",),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+    "experts_per_token": ("num_experts_per_tok", "moe_k"),
+    "shared": ("shared_expert_intermediate_size",),
+    "num_shared": ("n_shared_experts", "moe_num_shared_experts"),  # each as wide as the others
+    "dense_layers": ("first_k_dense_replace", "moe_layer_start_index"),
+    "dense_intermediate": ("intermediate_size",),
 }
 # Families whose feed-forward parts have two matrices.
-_PLAIN = ("gpt2", "gpt_neox", "gptj", "gpt_bigcode", "bloom", "opt", "phi", "falcon", "starcoder2")
+_PLAIN = (
+    "gpt2", "gpt_neox", "gptj", "gpt_bigcode", "bloom", "opt", "phi", "falcon", "starcoder2", "nemotron", "arcee",
+    "apertus",
+)  # fmt: skip
 # Whose output layer is the embedding where the config does not say it.
-_TIED = ("gpt2", "bloom", "gemma", "gemma2", "gemma3_text")
+_TIED = (
+    "gpt2", "gpt_bigcode", "bloom", "opt", "gemma", "gemma2", "gemma3_text", "cohere", "cohere2", "smollm3",
+    "starcoder2", "ernie4_5", "ernie4_5_moe",
+)  # fmt: skip
 
 
 def find_shape(model: str) -> ModelShape:
@@ -183,6 +200,8 @@ def _of_config(name: str, config: dict[str, Any]) -> ModelShape:
     if not (head_dim := find("head_dim") or hidden // heads):
         raise ConfigError(f"the config.json of {name} has more heads than their hidden size, {hidden}", key="--model")
     kind = str(config.get("model_type", ""))
+    experts = find("experts") or 0
+    dense_layers = min(layers, find("dense_layers") or 0) if experts else 0
     windows = _windows(name, config, layers)
     return ModelShape(
         name, layers, hidden, heads,
@@ -192,8 +211,11 @@ def _of_config(name: str, config: dict[str, Any]) -> ModelShape:
         vocab=vocab,
         is_gated=kind not in _PLAIN,
         is_tied=bool(config.get("tie_word_embeddings", kind in _TIED)),
-        experts=find("experts") or 0,
+        experts=experts,
         experts_per_token=find("experts_per_token") or 0,
+        dense_layers=dense_layers,
+        dense_intermediate=find("dense_intermediate") or 0 if dense_layers else 0,
+        shared=find("shared") or (find("num_shared") or 0) * (find("intermediate") or 0),
         window=windows.window,
         full_layers=windows.num_full,
     )  # fmt: skip

@@ -36,6 +36,17 @@ _OF_THEIR_OWN = OverloadedError, RateLimitError, UnmeetableDeadlineError, Deadli
 _MOST_TURNS = 12  # that are printed
 
 
+def _none_left(num_of: Mapping[str, int]) -> ConfigError:
+    """That all requests failed, with what most often made them: that is what to change."""
+    causes = ", ".join(f"{num} × {code}" for code, num in sorted(num_of.items(), key=lambda kind: -kind[1]))
+    most = max(num_of, key=lambda code: num_of[code])
+    if most in (DeadlineError.code, UnmeetableDeadlineError.code):
+        return ConfigError(f"all requests failed ({causes}); give them more time", key="classes.timeout")
+    if most in (OverloadedError.code, RateLimitError.code):
+        return ConfigError(f"all requests were refused ({causes}); let fewer come, or allow more", key="load.rate")
+    return ConfigError(f"all requests failed ({causes}); let fewer workers die, or later", key="faults")
+
+
 def content(world: World, scenario: Scenario, name: str, outcomes: Sequence[Outcome], took_s: float) -> dict[str, Any]:
     """All that `tandem bench run` writes of a measurement, and beside it what only a simulation knows.
 
@@ -45,7 +56,7 @@ def content(world: World, scenario: Scenario, name: str, outcomes: Sequence[Outc
     num_of = Counter(one.error for one in asked)
     num_refused, num_unmeetable = num_of[OverloadedError.code], num_of[UnmeetableDeadlineError.code]
     if not outcomes:
-        raise ConfigError("all requests failed; let fewer workers die, or later, or give more time", key="faults")
+        raise _none_left(num_of)
     end_s = max(outcome.last_token_s for outcome in outcomes)
     num_input, num_output = sum(one.arrival.num_input for one in outcomes), sum(one.num_tokens for one in outcomes)
     load = scenario.load

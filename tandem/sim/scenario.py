@@ -104,13 +104,19 @@ class LoadSpec:
     rate: float = key(
         10.0, "Requests a second, at random times, that are drawn, or whose trace has no times.", minimum=0.000001
     )
-    input_median: float = key(1000.0, "Tokens of a prompt that is drawn: lognormal around this.", minimum=1)
+    input_median: float = key(
+        1000.0, "Tokens of a prompt that is drawn: lognormal around this.", minimum=1, maximum=1e8
+    )
     input_spread: float = key(0.8, "Standard deviation of their logarithm.", minimum=0, maximum=10)
-    output_median: float = key(200.0, "Tokens of an output that is drawn: lognormal around this.", minimum=1)
+    output_median: float = key(
+        200.0, "Tokens of an output that is drawn: lognormal around this.", minimum=1, maximum=1e8
+    )
     output_spread: float = key(0.8, "Standard deviation of their logarithm.", minimum=0, maximum=10)
     common_tokens: int = key(0, "Of instructions that all prompts that are drawn begin with.", minimum=0)
-    conversations: int = key(0, "How many are drawn instead; then inputs are what users say.", minimum=0)
-    turns: float = key(6.0, "Turns of a conversation that is drawn: lognormal around this.", minimum=1)
+    conversations: int = key(
+        0, "How many are drawn instead; then inputs are what users say.", minimum=0, maximum=10_000_000
+    )
+    turns: float = key(6.0, "Turns of a conversation that is drawn: lognormal around this.", minimum=1, maximum=1000)
     turns_spread: float = key(0.0, "Standard deviation of their logarithm.", minimum=0, maximum=10)
     think_time_s: float = key(0.0, "Mean pause between an answer and the next turn, exponential.", minimum=0)
     concurrency: int = key(0, "Users with one conversation after the other; 0: these begin at `rate`.", minimum=0)
@@ -144,7 +150,7 @@ class TenantSpec:
     """Whose requests some are."""
 
     name: str = key("", "What the tenant is called.")
-    share: float = key(1.0, "Of the requests, beside the shares of the other tenants.", minimum=0)
+    share: float = key(1.0, "Of the requests, beside the shares of the other tenants.", minimum=0, maximum=1e9)
     weight: float = key(1.0, "What it is to get beside others, as in the file of keys.", minimum=0.001, maximum=1000)
     priority: int = key(0, "Of its requests; lower goes first.", minimum=-1000, maximum=1000)
     requests_per_minute: int = key(0, "As in the file of keys; 0: any number.", minimum=0)
@@ -156,7 +162,7 @@ class ClassSpec:
     """What some of the requests ask for: as fields of their bodies."""
 
     name: str = key("", "What the class is called.")
-    share: float = key(1.0, "Of the requests, beside the shares of the other classes.", minimum=0)
+    share: float = key(1.0, "Of the requests, beside the shares of the other classes.", minimum=0, maximum=1e9)
     priority: int = key(0, "Lower goes first; below 0 only prefill computes prompts.", minimum=-1000, maximum=1000)
     timeout: float = key(0.0, "Seconds, then it fails; refused where that cannot be met. 0: none.", minimum=0)
     slo: SloConfig = field(default_factory=SloConfig)

@@ -18,6 +18,7 @@ from tandem.core.pages import pages_for
 
 KEYS = ("timestamp", "input_length", "output_length")
 _SHOWN = 80
+_MOST_MS = 1e15  # thirty thousand years
 
 
 def read_mooncake(lines: Iterable[str], block_size: int = MOONCAKE_BLOCK) -> Iterator[TraceEntry]:
@@ -73,7 +74,7 @@ def _whole(row: Mapping[str, Any], key: str, least: int) -> int:
 
 
 def _milliseconds(value: Any) -> float:
-    if type(value) not in (int, float) or not 0 <= value < float("inf"):
+    if type(value) not in (int, float) or not 0 <= value <= _MOST_MS:
         raise ValueError(f"timestamp must be a number of milliseconds, not {json.dumps(value)[:_SHOWN]}")
     return float(value)
 

@@ -25,6 +25,8 @@ from tandem.core.tokenizer import Tokenizer
 TraceFormat = Literal["azure", "mooncake", "sharegpt"]
 FORMATS: tuple[TraceFormat, ...] = ("azure", "mooncake", "sharegpt")
 
+# What a file that is another than it says makes its readers raise.
+_MALFORMED = (KeyError, ValueError, TypeError, AttributeError, OverflowError, RecursionError)
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
@@ -50,7 +52,7 @@ def load_trace(
     format = format or detect_format(text, path, key)
     try:
         entries = list(islice(_entries(text, format, tokenizer, count, block_size), limit))
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
+    except (csv.Error, *_MALFORMED) as error:
         kind = f"{type(error).__name__}: " if format == "azure" else ""
         raise ConfigError(f"{path} is no {format} trace: {kind}{error}", key=key) from error
     if not entries:
@@ -64,7 +66,7 @@ def recorded_turns(path: Path, count: Count, limit: int | None, key: str) -> lis
     try:
         each = (turn_lengths(said, count) for said in conversations(read_text(path, key)))
         found = list(islice((turns for turns in each if turns), limit))
-    except ValueError as error:
+    except _MALFORMED as error:
         raise ConfigError(f"{path} is no sharegpt trace: {error}", key=key) from error
     if not found:
         raise ConfigError(f"{path} holds no conversation with an answer", key=key)

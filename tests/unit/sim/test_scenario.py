@@ -92,6 +92,8 @@ def test_keys_of_tandem_yaml_reach_the_schedulers(tmp_path: Path) -> None:
             "load: {then: [more.csv]}",
             "load.then is of traces, and these requests are drawn; name a trace with load.trace",
         ),
+        ("load: {input_median: 1.0e+308}", "load.input_median is 1e.308, must be at most 100000000"),
+        ("load: {conversations: 3, turns: 1.0e+300}", "load.turns is 1e.300, must be at most 1000"),
         ("load: {rate: often}", "load.rate must be a number"),
         ("prefill: {workers: 0}\npools: {prefill: {max: 4}}", "prefill.workers is 0, and pools.prefill goes up to 4"),
         ("faults: [decode-0@1=0.5]", "a slow way out of 'decode-0', and must name a prefill worker .*: prefill-0$"),
@@ -304,6 +306,32 @@ def test_a_trace_that_is_not_there_is_named(tmp_path: Path) -> None:
     (tmp_path / "none.csv").write_text("hello")
     with pytest.raises(ConfigError, match=r"looks like none of azure, mooncake, sharegpt; name one with load\.trace"):
         arrivals(scenario, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("long.csv", f'TIMESTAMP,ContextTokens,GeneratedTokens\n"{"x" * 200_000}",1,1\n', "azure trace: Error: field"),
+        (
+            "late.jsonl",
+            f'{{"timestamp": 1{"0" * 400}, "input_length": 1, "output_length": 1, "hash_ids": [1]}}\n',
+            "mooncake trace: .*timestamp must be a number of milliseconds",
+        ),
+        ("deep.json", f'[{{"conversations": {"[" * 100_000}{"]" * 100_000}}}]', "sharegpt trace: .*recursion"),
+    ],
+)
+def test_a_trace_that_is_out_of_all_bounds_is_named(tmp_path: Path, name: str, content: str, said: str) -> None:
+    (tmp_path / name).write_text(content)
+    counted = ", characters_per_token: 4" if name == "deep.json" else ""
+    scenario = read_scenario(scenario_file(tmp_path, f"load: {{trace: {name}{counted}}}"))
+    with pytest.raises(ConfigError, match=f"{name} is no {said}"):
+        arrivals(scenario, tmp_path)
+
+
+def test_when_nothing_is_left_what_made_it_fail_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "load: {requests: 5}\nclasses: [{name: hurried, timeout: 0.0001}]\n"
+    assert main(["sim", "run", str(scenario_file(tmp_path, text))]) == 1
+    assert "all requests failed (5 × deadline" in capsys.readouterr().err
 
 
 def test_what_is_drawn_has_the_rate_and_the_lengths_that_were_asked_for(tmp_path: Path) -> None:

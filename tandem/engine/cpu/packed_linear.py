@@ -41,6 +41,11 @@ class PackedLinear(nn.Module):
         # Made once: asking a tensor for its address costs as much as a small product.
         self._bias_at = 0 if self._bias is None else self._bias.data_ptr()
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """`[N, K]` float32, for code that asks for the type or the shape of a layer's weight: it holds no number."""
+        return torch.full((), torch.nan).expand(self.out_features, self.in_features)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., K]` float32 to `[..., N]`."""
         return self.padded(x)[..., : self.out_features]

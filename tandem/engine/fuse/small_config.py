@@ -53,6 +53,8 @@ def shrink_config(config: PreTrainedConfig) -> PreTrainedConfig:
         value = getattr(small, name, None)
         if isinstance(value, int):
             setattr(small, name, min(value, 2 if name == "num_experts_per_tok" else 4))
+    if (most := getattr(small, "moe_topk", None)) is not None:
+        small.moe_topk = [min(each, 2) for each in most] if isinstance(most, list) else min(most, 2)
     if getattr(small, "n_group", None) is not None:  # groups of experts: a token has its own from some of them
         takes_all = small.topk_group == small.n_group
         small.n_group = min(2, small.n_group)

@@ -71,6 +71,7 @@ SERVED = {
     "experts of some groups": config_of("glm4_moe", n_group=8, topk_group=4),
     "nemotron": config_of("nemotron", num_key_value_heads=8),
     "hunyuan_v1_dense": config_of("hunyuan_v1_dense", head_dim=128),
+    "hunyuan_v1_moe": config_of("hunyuan_v1_moe", head_dim=128, num_experts=64, moe_topk=[8] * 32),
     **{name: config_of(name) for name in DECODERS + MIXTURES},
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
 
 from router.batches.lease import Lease, Wake
@@ -12,7 +13,11 @@ from router.batches.store import BatchFolder, Store
 
 _log = logging.getLogger(__name__)
 
-_MAX_AT_ONCE = 8  # batches; further ones wait, the oldest first
+#: Batches, and those of one owner; further ones wait. Whose owner has the fewest goes first, then the oldest.
+_MAX_AT_ONCE = 8
+_MAX_OF_OWNER = _MAX_AT_ONCE // 2
+#: One that ends by an unforeseen error again and again pauses longer each time, up to this, and so keeps no place.
+_LONGEST_PAUSE_S = 600.0
 #: Routers of this host tell of what they queue. Those of others that share the directory cannot: so the leader looks.
 _LOOK_S = 5.0
 
@@ -27,6 +32,8 @@ class BatchLeader:
         self._changed = asyncio.Event()
         self._leading: asyncio.Task[None] | None = None
         self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
+        # Of each that was interrupted: how often in a row, and until when of the loop's time it pauses.
+        self._pauses: dict[str, tuple[int, float]] = {}
 
     def start(self) -> None:
         self._lease.start()
@@ -99,11 +106,25 @@ class BatchLeader:
                 run.look()
             except OSError:
                 _log.exception("whether batch %s is cancelled cannot be read; the router looks again", name)
-        for folder in queued:
-            if len(self._runs) >= _MAX_AT_ONCE:
+        self._start_some(queued)
+
+    def _start_some(self, queued: list[BatchFolder]) -> None:
+        now_s = asyncio.get_running_loop().time()
+        names = {folder.path.name for folder in queued}
+        self._pauses = {name: pause for name, pause in self._pauses.items() if name in names}
+        waiting = [
+            folder
+            for folder in queued
+            if folder.path.name not in self._runs and self._pauses.get(folder.path.name, (0, 0.0))[1] <= now_s
+        ]
+        num_of = Counter(run.folder.owner for run, _ in self._runs.values())
+        while waiting and len(self._runs) < _MAX_AT_ONCE:
+            first = min(waiting, key=lambda folder: num_of[folder.owner])
+            if num_of[first.owner] >= _MAX_OF_OWNER:
                 break
-            if folder.path.name not in self._runs:
-                self._start(folder)
+            waiting.remove(first)
+            num_of[first.owner] += 1
+            self._start(first)
 
     def _start(self, folder: BatchFolder) -> None:
         run = self._make_run(folder)
@@ -114,9 +135,13 @@ class BatchLeader:
             if task.cancelled():
                 return
             if (error := task.exception()) is None:
+                self._pauses.pop(name, None)
                 self._changed.set()
-            else:  # the next look starts it again
-                _log.error("batch %s was interrupted; it goes on in %g s", name, _LOOK_S, exc_info=error)
+                return
+            num, _ = self._pauses.get(name, (0, 0.0))
+            pause_s = _LOOK_S if isinstance(error, OSError) else min(_LOOK_S * 2.0 ** min(num, 30), _LONGEST_PAUSE_S)
+            self._pauses[name] = num + 1, asyncio.get_running_loop().time() + pause_s
+            _log.error("batch %s was interrupted; it goes on in %g s", name, pause_s, exc_info=error)
 
         task = asyncio.create_task(run.run(), name=name)
         task.add_done_callback(ended)

@@ -152,7 +152,7 @@ class BatchRun:
 
         async with asyncio.TaskGroup() as group:
             while True:
-                await self._room.may_begin()
+                await self._room.may_begin(self.folder.owner)
                 line = await self._on_disk(next_line)
                 if line is None:
                     break
@@ -160,14 +160,14 @@ class BatchRun:
                 await asyncio.sleep(0)  # it takes its room before the next one looks for some
 
     async def _answer(self, endpoint: str, line: Line, journal: ResultsJournal) -> None:
-        body, tried = orjson.dumps(line.body), 0
+        body, tried, owner = orjson.dumps(line.body), 0, self.folder.owner
         while True:
             request_id = secrets.token_hex(16)
-            async with self._room.one():
-                answer = await self._ask(self.folder.owner, endpoint, body, request_id)
+            async with self._room.one(owner):
+                answer = await self._ask(owner, endpoint, body, request_id)
             if not answer.is_retryable:
                 break
-            await self._room.back_off(_back_off_s(tried, answer.retry_after_s))
+            await self._room.back_off(owner, _back_off_s(tried, answer.retry_after_s))
             tried += 1
         said = {"status_code": answer.status, "request_id": request_id, "body": orjson.Fragment(answer.body)}
         if answer.ignored_fields:  # as the header of an answer says it

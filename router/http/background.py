@@ -20,6 +20,7 @@ from router.openai.fields import PromptBounds
 from router.request.request import BACKGROUND_PRIORITY
 from router.request.tenant import Tenant
 from tandem.core.config import LimitsConfig
+from tandem.core.errors import UnmeetableDeadlineError
 from tandem.core.logging import bound
 
 _log = logging.getLogger(__name__)
@@ -79,5 +80,7 @@ class Background:
         said = b"".join(parts)
         if status == 200:
             return Answer(status, said, ignored_fields=headers.get(IGNORED_FIELDS.encode(), b"").decode())
-        is_retryable = bool(orjson.loads(said)["error"]["retryable"])
+        told = orjson.loads(said)["error"]
+        # A request whose time-out is too short has the same one the next time.
+        is_retryable = bool(told["retryable"]) and told["code"] != UnmeetableDeadlineError.code
         return Answer(status, said, is_retryable, float(headers.get(b"retry-after", b"0")))

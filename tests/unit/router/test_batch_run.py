@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,16 +44,16 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "batches")
 
 
-def queued(store: Store, num_lines: int) -> Batch:
+def queued(store: Store, num_lines: int, owner: str = OWNER) -> Batch:
     """A new batch."""
     now_s = time.time()
     file = StoredFile(new_id("file-", now_s), 0, int(now_s), "in.jsonl", "batch")
     line = {"method": "POST", "url": ENDPOINT, "body": {"model": "toy", "prompt": "x"}}
     text = "".join(json.dumps({"custom_id": f"r{number}", **line}) + "\n" for number in range(num_lines))
-    (store.folder_of_files(OWNER) / f"{file.id}.data").write_text(text)
-    store.add_file(OWNER, file)
+    (store.folder_of_files(owner) / f"{file.id}.data").write_text(text)
+    store.add_file(owner, file)
     batch = Batch(new_id("batch_", now_s), ENDPOINT, file.id, "24h", int(now_s), int(now_s) + 86_400)
-    store.add_batch(OWNER, batch)
+    store.add_batch(owner, batch)
     return batch
 
 
@@ -386,3 +388,92 @@ async def test_results_outlast_the_host_before_it_is_written_that_they_are_there
         await run.run()
     assert store.batch(OWNER, batch.id).status == "completed"
     assert done[: done.index("finalizing")][-1] == "results"
+
+
+@pytest.mark.usefixtures("soon")
+async def test_whoever_has_many_batches_leaves_places_to_others(store: Store, make_run: MakeRun) -> None:
+    for _ in range(12):
+        queued(store, 1, "many")
+    late = queued(store, 1, "late")
+    begun = Counter[str]()
+
+    async def ask(owner: str, *of: object) -> Answer:
+        begun[owner] += 1
+        if owner == "many":
+            await asyncio.Event().wait()
+        return Answer(200, b"{}")
+
+    leader = BatchLeader(store, lambda folder: make_run(folder, ask))
+    leader.start()
+    try:
+        await until(
+            lambda: store.batch("late", late.id).status, "the end of the batch", wanted=lambda seen: seen == "completed"
+        )
+        await until(lambda: begun["many"] == 4, "half of the places")
+        assert len([run for run, _ in leader._runs.values() if run.folder.owner == "many"]) == 4
+    finally:
+        await leader.stop()
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_batch_that_cannot_be_run_pauses_longer_each_time(
+    store: Store, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queued(store, 1)
+    begun_s = []
+
+    def fail(folder: BatchFolder) -> Batch:
+        begun_s.append(time.monotonic())
+        raise ValueError("a defect")
+
+    monkeypatch.setattr(BatchFolder, "read", fail)
+    leader = BatchLeader(store, lambda folder: make_run(folder, answered))
+    leader.start()
+    try:
+        await until(lambda: len(begun_s) >= 6, "its sixth run")
+    finally:
+        await leader.stop()
+    pauses_s = [late - soon for soon, late in itertools.pairwise(begun_s)]
+    assert all(pause_s >= 0.01 * 2**number for number, pause_s in enumerate(pauses_s)), pauses_s
+
+
+async def test_requests_that_are_refused_again_and_again_hold_up_no_other_owner() -> None:
+    clock = MonotonicClock()
+    room, asked = Room(BackgroundAdmission(Admission(8, clock, lambda: 1.0), clock, 1.0)), Counter[str]()
+
+    async def refused() -> None:
+        while True:
+            async with room.one("refused"):
+                asked["refused"] += 1
+            await room.back_off("refused", 0.0)
+
+    async def fine() -> None:
+        for _ in range(20):
+            await room.may_begin("fine")
+            async with room.one("fine"):
+                asked["fine"] += 1
+                await asyncio.sleep(0)
+
+    others = [asyncio.create_task(refused()) for _ in range(100)]
+    await until(lambda: asked["refused"] >= 100, "all of them")
+    asked.clear()
+    async with asyncio.timeout(LONG_S):
+        await fine()
+    assert asked["refused"] <= 30, "they go in turn"
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    assert (room._num_under_way, dict(room._under_way), dict(room._backing_off), room._waiting) == (0, {}, {}, {})
+
+
+def test_a_line_that_is_nested_too_deeply_is_named(store: Store, checkpoint: Path) -> None:
+    config = configuration.load(None, {"model.served_names": ["toy"]})
+    card = ModelCard.from_dir(checkpoint, config, Tokenizer.from_dir(checkpoint))
+    path = store.directory / "in.jsonl"
+    deep = "[" * 1010 + "]" * 1010
+    line = '{{"custom_id": "a", "method": {method}, "url": "/v1/completions", "body": {{"prompt": {prompt}}}}}\n'
+    path.write_text(line.format(method=deep, prompt='""') + line.format(method='"POST"', prompt="[" * 300 + "]" * 300))
+    checked = LineRules(ENDPOINT, card, 100, 10_000).check(path)
+    assert {error.code for error in checked.errors} == {"invalid_json_line"}
+    assert [error.line for error in checked.errors] == [1, 2]
+    assert "nested too deeply: more than 128 objects and lists" in checked.errors[0].message

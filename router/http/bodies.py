@@ -13,6 +13,8 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from router.http.clients import Shared, client_of
 from tandem.core.errors import OverloadedError, RequestTooLargeError
@@ -68,6 +70,25 @@ class Bodies:
         finally:
             self._budget.give_back(client, held)
 
+    def answer(self, request: Request, content: bytes, headers: dict[str, str]) -> Response:
+        """JSON whose size its sender chose. Its bytes count against the budget until the client has read them, but for
+        what the kernel holds.
+
+        Raises:
+            RequestTooLargeError: it is larger than what all answers of one client may be.
+            OverloadedError: all bodies and answers together are larger than the budget, or those of this client than
+                its part.
+        """
+        client = client_of(request.scope, request.scope["state"]["tenant"])
+        held, most = max(0, len(content) - _SMALL_BYTES), self._budget.most_of_one
+        if held > most:
+            raise RequestTooLargeError(
+                f"the answer has {len(content)} bytes, and at most {most} are given; ask for less at once"
+            )
+        if not self._budget.take(client, held):
+            raise OverloadedError("too many large answers are read at once", retry_after_s=_RETRY_AFTER_S)
+        return _HeldAnswer(content, headers, lambda: self._budget.give_back(client, held))
+
     async def work_on(self, body: bytes, work: Callable[[], Result]) -> Result:
         """What `work`, whose cost grows with `body`, returns or raises."""
         if len(body) <= _SMALL_BYTES:
@@ -81,3 +102,22 @@ class Bodies:
             return work()
         async with self._answer_threads:
             return await asyncio.to_thread(work)
+
+
+class _HeldAnswer(Response):
+    """Calls `is_read` once what was written has left this process, or never will."""
+
+    media_type = "application/json"
+
+    def __init__(self, content: bytes, headers: dict[str, str], is_read: Callable[[], None]) -> None:
+        super().__init__(content, 200, headers)
+        self._is_read = is_read
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - as ASGI has it
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": self.body, "more_body": True})
+            # The server writes what comes next only when most of what came before has been read.
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            self._is_read()

@@ -50,9 +50,13 @@ class Shared:
         self._held = Counter[str]()
         self._sum = 0
 
+    @property
+    def most_of_one(self) -> int:
+        return self._amount // _PARTS
+
     def take(self, client: str, amount: int) -> bool:
         """Whether there is so much for this client; if so, it has it from now on."""
-        if self._sum + amount > self._amount or self._held[client] + amount > self._amount // _PARTS:
+        if self._sum + amount > self._amount or self._held[client] + amount > self.most_of_one:
             return False
         self._add(client, amount)
         return True

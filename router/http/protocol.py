@@ -37,6 +37,8 @@ _UVICORN.setLevel(logging.ERROR)
 
 _LAST_LOOK_S = 0.01
 _LOOP_TICK_S = 0.001
+# Whoever reads less than this of an answer in `stalled_s` reads nothing, as far as others care.
+_LEAST_READ_BYTES = 16 << 10
 MAX_HEAD_BYTES = 16 << 10
 
 #: In `scope["state"]`: when the head of the request had come to this host, on the monotonic clock.
@@ -76,6 +78,7 @@ class BoundedProtocol(H11Protocol):
         self._arrival: asyncio.TimerHandle | None = None
         self._awaits = ""  # what `_arrival` waits for: "head" or "body"
         self._stall: asyncio.TimerHandle | None = None
+        self._num_unread = 0  # bytes of the answer, when that timer was set
         self._fd = -1
         self._num_body_bytes = 0
         self._num_when_awaited = 0  # of them, when `_arrival` began to run
@@ -117,7 +120,7 @@ class BoundedProtocol(H11Protocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._stall is None:
-            self._stall = self.loop.call_later(self._stalled_s, self._stalled)
+            self._await_reading()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -201,7 +204,14 @@ class BoundedProtocol(H11Protocol):
         else:  # nothing has come
             self.transport.close()
 
+    def _await_reading(self) -> None:
+        self._num_unread = self.transport.get_write_buffer_size()
+        self._stall = self.loop.call_later(self._stalled_s, self._stalled)
+
     def _stalled(self) -> None:
+        if self._num_unread - self.transport.get_write_buffer_size() >= _LEAST_READ_BYTES:
+            self._await_reading()  # a large answer that was written at once
+            return
         _log.info("connection dropped: its client read nothing for %g s", self._stalled_s)
         self._abort()
 

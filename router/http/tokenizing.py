@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -46,11 +47,18 @@ class Tokenizing:
 
         return await self._answered(http, answer)
 
-    async def _answered(self, http: Request, answer: Any) -> Response:
+    async def _answered(
+        self, http: Request, answer: Callable[[dict[str, Any]], tuple[dict[str, Any], list[str]]]
+    ) -> Response:
         check_encoding(http)
+
+        def content(raw: bytes) -> tuple[bytes, list[str]]:
+            said, ignored = answer(parse_body(raw))
+            return orjson.dumps(said), ignored
+
         try:
             async with self._bodies.read(http) as raw:
-                said, ignored = await self._bodies.work_on(raw, lambda: answer(parse_body(raw)))
+                said, ignored = await self._bodies.work_on(raw, lambda: content(raw))
         except ClientDisconnect as error:
             raise CancelledError("the client went away") from error
-        return Response(orjson.dumps(said), 200, ignored_header(ignored), media_type="application/json")
+        return self._bodies.answer(http, said, ignored_header(ignored))

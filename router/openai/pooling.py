@@ -92,6 +92,11 @@ class ReadScore:
             refuse(
                 "text_2", f"and text_1 hold {len(first) + len(second)} texts; at most {bounds.max_prompts} are taken"
             )
+        if not embeds and len(first) == 1 and (size := len(first[0]) * len(second)) > limits.max_body_bytes:
+            refuse(
+                "text_1", f"stands before each of {len(second)} texts, {size} characters in all; at most "
+                f"{limits.max_body_bytes} (limits.max_body_bytes) are taken; shorten it, or ask about fewer texts"
+            )
         pairs = tuple(map(TextPair, first * len(second) if len(first) == 1 else first, second))
         parsed = _parsed(
             "score", _SCORE, values, ignored, prompts=(*first, *second) if embeds else pairs, prompt_field="text_2",

@@ -19,7 +19,7 @@ from router.http.server import HttpServer, listen
 from tandem.core.config import LimitsConfig
 from tandem.core.socket_wait import TICK_S
 from tests.support.router_site import Site
-from tests.support.waiting import wait_until
+from tests.support.waiting import LONG_S, wait_until
 
 MakeSite = Callable[..., Site]
 BODY = json.dumps({"model": "toy", "prompt": "x", "max_tokens": 2}).encode()
@@ -361,3 +361,24 @@ async def test_a_client_that_reads_nothing_of_its_answer_is_cut_off() -> None:
         async with asyncio.timeout(3):
             await ended.wait()
         client.close()
+
+
+@pytest.mark.long
+async def test_a_client_that_reads_on_gets_all_of_a_large_answer_however_long_it_takes() -> None:
+    content = b"a" * (16 << 20)
+
+    async def large(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": content})
+
+    async with serving(large, stalled_s=0.3) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 16)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        began_s, num_read = time.monotonic(), 0
+        async with asyncio.timeout(LONG_S):
+            while part := await reader.read(1 << 17):
+                num_read += len(part)
+                await asyncio.sleep(0.008)
+        assert num_read > len(content)
+        assert time.monotonic() - began_s > 3 * 0.3
+        writer.close()

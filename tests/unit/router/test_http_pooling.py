@@ -107,6 +107,10 @@ def test_pairs_are_one_to_one_or_one_to_all(scorer: Site) -> None:
     status, field, message = refusal(scorer, "/score", text_1=["x", "y"], text_2=["a", "b", "c"])
     assert (status, field) == (400, "text_1")
     assert "as many as text_2 has (3), not 2" in message
+    long = "x" * 300_000
+    status, field, message = refusal(scorer, "/score", text_1=long, text_2=["a"] * 100)
+    assert (status, field) == (400, "text_1")
+    assert "stands before each of 100 texts, 30000000 characters in all; at most 8388608" in message
 
 
 def test_what_a_model_does_not_do_is_refused_with_what_it_does(embedder: Site, scorer: Site, site: Site) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 
 from tandem.core.version import version
 from tests.support.router_site import BOS, EOS, Site, in_background, opened_site
+from tests.support.waiting import wait_until
 
 CHAT = [{"role": "user", "content": "hi"}]
 
@@ -105,3 +109,29 @@ def test_keys_guard_all_but_the_ping(checkpoint: Path, tmp_path: Path) -> None:
         assert client.get("/ping").status_code == 503, "it says what /health says, to anybody"
         mine = {"Authorization": "Bearer sk-0123456789abcdef"}
         assert client.post("/tokenize", json={"prompt": "x"}, headers=mine).status_code == 200
+
+
+def error_of(response: httpx.Response) -> tuple[int, str]:
+    return response.status_code, response.json()["error"]["code"]
+
+
+def test_answers_that_are_not_read_are_held_up_to_a_bound_and_one_alone_has_one(checkpoint: Path) -> None:
+    """What comes back of a body may be many times as large as the body."""
+    with opened_site(checkpoint, {"limits.max_body_bytes": 2 << 20}) as site:
+        text = "x" * 500_000  # some four megabytes with its tokens
+        large = {"prompt": text, "return_token_strs": True}
+        too_large = post(site, "/tokenize", prompt=3 * text, return_token_strs=True)
+        assert error_of(too_large) == (413, "request_too_large")
+        assert "and at most 8388608 are given; ask for less" in too_large.json()["error"]["message"]
+        body = json.dumps(large).encode()
+        head = f"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        with contextlib.ExitStack() as undo:
+            for _ in range(2):
+                slow = undo.enter_context(socket.socket())
+                slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                slow.connect(("127.0.0.1", httpx.URL(site.url).port))
+                slow.sendall(head + body)
+                assert slow.recv(15) == b"HTTP/1.1 200 OK"
+            assert error_of(post(site, "/tokenize", **large)) == (429, "overloaded")
+            assert post(site, "/tokenize", prompt="short").status_code == 200
+        wait_until(lambda: post(site, "/tokenize", **large).status_code == 200, "room again")

@@ -56,7 +56,7 @@ def test_torch_goes_before_the_wheel_and_both_are_pinned(name: str) -> None:
     makefile = (ROOT / "Makefile").read_text()
     torch = next(line.split("?=")[1].strip() for line in makefile.splitlines() if line.startswith("TORCH"))
     assert [torch in command for command in installs] == [True, False]
-    assert "dist/wheel.txt" in installs[1]
+    assert 'dist/wheel.txt)[cuda13]"' in installs[1]  # PyPI's torch is for CUDA 13, and the shell takes it for no glob
     assert all("-c ~/tandem/requirements/lock.txt" in command for command in installs)
 
 
@@ -203,7 +203,8 @@ def a_wheel(directory: Path, version: str, says: str) -> Path:
     about = f"tandem_serving-{version}.dist-info"
     files = {
         "what_wheel.py": f"print({says!r})",
-        f"{about}/METADATA": f"Metadata-Version: 2.1\nName: tandem-serving\nVersion: {version}\n",
+        f"{about}/METADATA": "Metadata-Version: 2.1\nName: tandem-serving\n"
+        f"Version: {version}\nProvides-Extra: cuda13\n",
         f"{about}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     record = f"{about}/RECORD"

@@ -60,6 +60,14 @@ def test_what_the_dockerfile_copies_is_all_of_it_that_the_repository_has() -> No
         assert copied == {name for name in tracked if name == source or name.startswith(f"{source}/")}, source
 
 
+def test_the_image_has_the_build_of_nixl_for_its_torch() -> None:
+    image = stages_of((ROOT / "Dockerfile").read_text())[-1]
+    assert Instruction("ARG", 'EXTRAS="[cuda13]"') in image.instructions
+    installs = [instruction.value for instruction in image.instructions if "/tmp/*.whl" in instruction.value]
+    assert installs
+    assert all('"$(echo /tmp/*.whl)${EXTRAS}"' in command for command in installs)
+
+
 @pytest.mark.parametrize("page", ["Dockerfile", "docs/deploy.md", "docs/security.md"])
 def test_no_command_that_is_shown_has_a_key_on_its_line(page: str) -> None:
     """Whoever lists processes would see it."""

@@ -25,6 +25,7 @@ from tandem.cluster.checks.certificates import check_certificates
 from tandem.cluster.checks.draft import check_draft, draft_bytes, weight_bytes
 from tandem.cluster.checks.finding import Finding
 from tandem.cluster.checks.host import Host, human_bytes
+from tandem.cluster.checks.nixl_build import missing_build, torch_cuda
 from tandem.cluster.checks.port import check_port
 from tandem.cluster.checks.tiers import check_tiers
 from tandem.core.clock import MonotonicClock
@@ -209,7 +210,15 @@ class Preflight:
                 f"pip install {package}, or set transport.name to another",
                 key="transport.name",
             )
-        return Finding("transport", "ok", f"{name} by {package} {metadata.version(package)}")
+        detail = f"{name} by {package} {metadata.version(package)}"
+        if name == "ucx" and self._on_gpu and (build := missing_build(torch_cuda(), _is_installed)):
+            return Finding(
+                "transport",
+                "warn",
+                f"{detail}, but torch is built for CUDA {build.cuda}, and pages on GPUs need {build.package}",
+                f"pip install 'tandem-serving[{build.extra}]' on the hosts with GPUs",
+            )
+        return Finding("transport", "ok", detail)
 
     def check_network(self) -> Finding:
         """Which network carries pages. Where the workers are elsewhere, this host need not have it."""
@@ -625,6 +634,10 @@ class Preflight:
         if not self.local:
             return 0
         return max(1, self.host.num_cores // sum(pool.most for pool in self._pools.values()))
+
+
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
 
 
 @cache

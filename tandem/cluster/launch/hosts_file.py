@@ -18,6 +18,8 @@ _WORDS: Final = frozenset(["null", "true", "false", "yes", "no", "on", "off", "y
 _ONE_LINE: Final = 1 << 30
 _OPTIONS: Final = {Role.PREFILL: "--prefill", Role.DECODE: "--decode", Role.ROUTER: "--routers"}
 
+_PIP: Final = "~/tandem/venv/bin/pip"
+
 _TEMPLATE: Final = Template("""\
 # A Tandem cluster on machines that are reached by SSH, in the format of Ray's cluster launcher. Made by
 #
@@ -61,11 +63,11 @@ setup_commands:
   - grep -q tandem/venv ~/.bashrc || echo 'export PATH="$$HOME/tandem/venv/bin:$$PATH"' >> ~/.bashrc
   - grep -q RAY_AUTH_MODE ~/.bashrc || echo 'export RAY_AUTH_MODE=token' >> ~/.bashrc
   # torch first, so that all that depends on it finds this build; the wheel leaves the choice open.
-  - ~/tandem/venv/bin/pip install -c ~/tandem/requirements/lock.txt torch==2.13.0
-  # What the wheel needs; then the wheel itself, for pip takes one of the same version for installed. rsync leaves older
-  # wheels where they are: dist/wheel.txt names the one.
-  - ~/tandem/venv/bin/pip install -c ~/tandem/requirements/lock.txt ~/tandem/dist/"$$(cat ~/tandem/dist/wheel.txt)"
-  - ~/tandem/venv/bin/pip install --no-deps --force-reinstall ~/tandem/dist/"$$(cat ~/tandem/dist/wheel.txt)"
+  - $pip install -c ~/tandem/requirements/lock.txt torch==2.13.0
+  # What the wheel needs, with NIXL's build for CUDA 13, as this torch's is; then the wheel itself, for pip takes one of
+  # the same version for installed. rsync leaves older wheels where they are: dist/wheel.txt names the one.
+  - $pip install -c ~/tandem/requirements/lock.txt ~/tandem/dist/"$$(cat ~/tandem/dist/wheel.txt)[cuda13]"
+  - $pip install --no-deps --force-reinstall ~/tandem/dist/"$$(cat ~/tandem/dist/wheel.txt)"
 
 # Each machine says by which address the others reach it: by its name it may find 127.0.1.1.
 #
@@ -109,6 +111,7 @@ def hosts_file(hosts: Hosts) -> str:
     """The whole file."""
     return _TEMPLATE.substitute(
         command=_command(hosts),
+        pip=_PIP,
         cluster_name=_text(hosts.cluster_name),
         head=hosts.head.address,
         worker_ips="".join(f"\n    - {_with_name(host)}" for host in hosts.workers) or " []",

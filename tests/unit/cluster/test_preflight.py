@@ -15,6 +15,7 @@ from state_files import cluster_file
 from tandem.cluster import statefile
 from tandem.cluster.checks.draft import draft_bytes
 from tandem.cluster.checks.host import Host, human_bytes, this_host
+from tandem.cluster.checks.nixl_build import MissingBuild, cuda_of, missing_build, torch_cuda
 from tandem.cluster.checks.preflight import WORKER_OVERHEAD_BYTES, Plan, Preflight, check_room, share_of_gpu
 from tandem.cluster.serve.banner import ready_banner
 from tandem.core import ports
@@ -25,6 +26,7 @@ from tandem.core.model_path import TensorHead, read_facts, resolve_model
 from tandem.engine.quantized.scheme import read_scheme
 from tandem.engine.quantized.shapes import loaded_bytes
 from tandem.engine.random_model import make_tokenizer
+from tests.support.imports import loaded_by
 from tests.support.pooling_models import write_modules
 
 GIB = 1 << 30
@@ -555,6 +557,53 @@ def test_findings_list_every_check_with_its_remedy(checkpoint: Path, taken_port:
     assert findings["port"].status == findings["context"].status == "fail"
     assert findings["port"].remedy
     assert findings["memory"].status == findings["transport"].status == findings["model"].status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "there", "missing"),
+    [
+        (13, {"nixl_cu12"}, MissingBuild(13, "nixl-cu13", "cuda13")),
+        (13, {"nixl_cu12", "nixl_cu13"}, None),
+        (12, {"nixl_cu12"}, None),
+        (None, {"nixl_cu12"}, None),
+        (14, {"nixl_cu12"}, None),  # no extra brings one
+    ],
+)
+def test_a_torch_for_cuda_13_wants_its_build_of_nixl(
+    cuda: int | None, there: set[str], missing: MissingBuild | None
+) -> None:
+    assert missing_build(cuda, there.__contains__) == missing
+
+
+@pytest.mark.parametrize(
+    ("line", "cuda"),
+    [("cuda: Optional[str] = '13.0'", 13), ("cuda = '12.8'", 12), ("cuda: Optional[str] = None", None)],
+)
+def test_torchs_version_file_names_its_cuda(line: str, cuda: int | None) -> None:
+    assert cuda_of(f"__version__ = '2.13.0'\ndebug = False\n{line}\nhip: Optional[str] = None\n") == cuda
+
+
+@pytest.mark.processes
+def test_torchs_cuda_is_found_without_torch() -> None:
+    import torch
+
+    assert torch_cuda() == (int(torch.version.cuda.partition(".")[0]) if torch.version.cuda else None)
+    code = "from tandem.cluster.checks.nixl_build import torch_cuda; torch_cuda()"
+    assert loaded_by(code, "torch") == []
+
+
+def test_gpus_without_nixls_build_for_them_are_warned_of(
+    checkpoint: Path, free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.cluster.checks.preflight.torch_cuda", lambda: 13)
+    monkeypatch.setattr("tandem.cluster.checks.preflight._is_installed", lambda module: module != "nixl_cu13")
+    on_gpu = preflight(checkpoint, free_port, pools={"prefill": {"gpus": 1}, "decode": {"gpus": 1}}).check_transport()
+    assert (on_gpu.status, on_gpu.remedy) == (
+        "warn",
+        "pip install 'tandem-serving[cuda13]' on the hosts with GPUs",
+    )
+    assert "built for CUDA 13, and pages on GPUs need nixl-cu13" in on_gpu.detail
+    assert preflight(checkpoint, free_port).check_transport().status == "ok"
 
 
 def test_the_embedded_model_passes_on_this_host(free_port: int) -> None:

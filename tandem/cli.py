@@ -135,6 +135,12 @@ def _add_config_options(command: argparse.ArgumentParser) -> None:
     )
     _add_serving_options(command)
     command.add_argument(
+        "--engine", choices=_ENGINES, help="`simulated`: steps only take time, as --time-model says (default: torch)"
+    )
+    command.add_argument(
+        "--time-model", metavar="FILE", help="how long the steps of a simulated engine take: a scenario of `tandem sim`"
+    )
+    command.add_argument(
         "--api-keys-file", metavar="FILE", help="file with API keys, one a line (default: http.api_keys_file)"
     )
     command.add_argument(
@@ -146,6 +152,7 @@ def _add_config_options(command: argparse.ArgumentParser) -> None:
 
 
 def _add_serving_options(command: argparse.ArgumentParser) -> None:
+    """Those that `tandem up` passes on."""
     command.add_argument(
         "--model", metavar="DIR_OR_HUB_ID", help="checkpoint directory or hub id (default: the embedded model)"
     )
@@ -155,12 +162,6 @@ def _add_serving_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dtype", choices=_DTYPES, help="type of weights and arithmetic (default: auto)")
     command.add_argument(
         "--quantize", choices=_QUANTIZE, help="round weights to so many bits when they are loaded (default: none)"
-    )
-    command.add_argument(
-        "--engine", choices=_ENGINES, help="`simulated`: steps only take time, as --time-model says (default: torch)"
-    )
-    command.add_argument(
-        "--time-model", metavar="FILE", help="how long the steps of a simulated engine take: a scenario of `tandem sim`"
     )
     command.add_argument("--cache-dtype", choices=KV_DTYPES, help="type of KV in the pages (default: auto)")
     command.add_argument("--host", help="address to listen on (default: 127.0.0.1)")

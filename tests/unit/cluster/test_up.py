@@ -305,9 +305,24 @@ def test_without_hosts_for_prefill_the_cluster_is_colocated(place: Path) -> None
 
 
 def test_every_option_of_serve_is_passed_on(place: Path) -> None:
-    given = "--model m --served-model-name a --dtype float32 --host ::1 --port 9 --prefill 3 --decode 4 --routers 5"
+    given = (
+        "--model m --served-model-name a --dtype float32 --quantize int8 --cache-dtype bfloat16 --host ::1 --port 9 "
+        "--prefill 3 --decode 4 --routers 5"
+    )
     assert cli.main(["up", "hosts.yaml", *given.split()]) == 0
     assert set(given.split()) <= set(asked(place)[-1].strip("()").split())
+    options = set(vars(cli.make_parser().parse_args(["up", "hosts.yaml"]))) - {"command", "run", "debug", "version"}
+    assert options - {"file", "api_keys_file"} == {
+        word.removeprefix("--").replace("-", "_") for word in given.split() if word.startswith("--")
+    }
+
+
+@pytest.mark.parametrize("given", ["--engine simulated", "--time-model scenario.yaml"])
+def test_a_cluster_of_hosts_is_not_simulated(place: Path, given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["up", "hosts.yaml", *given.split()])
+    assert given in capsys.readouterr().err
+    assert asked(place) == []
 
 
 def test_an_expired_certificate_stops_it_here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

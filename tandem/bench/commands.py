@@ -32,6 +32,7 @@ from tandem.bench.report.progress import shown
 from tandem.bench.report.results import Run
 from tandem.bench.report.tables import count_table, latency_table, probe_table, remarks, turn_table
 from tandem.bench.session import Session, Shape, Target, Workload
+from tandem.bench.settling import Settling
 from tandem.core.client_key import api_key
 from tandem.core.errors import ConfigError
 from tandem.core.tokenizer import Tokenizer
@@ -71,10 +72,19 @@ def goodput(options: argparse.Namespace) -> int:
         RateSearch(options.start_rate, precision=options.precision, max_probes=options.max_probes),
     )
     show = functools.partial(shown, console=console, is_wanted=options.progress)
+    settling = Settling(
+        session, lambda text: console.print(f"note: {text}", soft_wrap=True, highlight=False, markup=False)
+    )
+
+    async def ready() -> None:
+        if not search.probes:
+            await settling.measure()
+        elif search.probes[-1].load.is_partial:  # what was broken off may still be under way there
+            await settling.wait()
 
     async def search_all() -> None:
         await session.open()
-        await search_goodput(session, search, show)
+        await search_goodput(session, search, show, ready=ready)
 
     in_loop(search_all())
     _say_search(search, session)

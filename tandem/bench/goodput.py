@@ -87,6 +87,8 @@ async def search_goodput(
         num_requests = num_all if search.length is None else min(num_all, search.length.num(rate))
         num_allowed, num_missed = search.num_allowed(num_requests), 0
         await ready()
+        if session.was_interrupted:
+            return
         with show(f"{rate:.3f} /s", num_requests) as bar:
 
             def watch(record: RequestRecord, bar: Watcher = bar, num_allowed: int = num_allowed) -> bool:

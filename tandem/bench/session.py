@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import signal
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +94,7 @@ class Session:
             TandemError: a request to warm up failed.
             KeyboardInterrupt: SIGINT came before there was anything to report.
         """
-        client = self._client()
+        client = self.client()
         try:
             self.served = await connected(client, self.target.url, self.target.model, first=self._first_request())
         finally:
@@ -175,27 +176,37 @@ class Session:
     async def _drive(
         self, make: MakeDriver, watch: Watcher, run: Callable[[Driver], Coroutine[Any, Any, Load]]
     ) -> Load:
-        client = self._client()
+        client = self.client()
 
         def on_record(record: RequestRecord) -> None:
             if not watch(record):
                 driver.stop()
 
+        driver = make(client, on_record)
+        try:
+            with self.interruptible(driver.stop):
+                return await run(driver)
+        finally:
+            client.close()
+
+    @contextlib.contextmanager
+    def interruptible(self, stop: Callable[[], None]) -> Iterator[None]:
+        """Inside, SIGINT calls `stop` and is remembered."""
+
         def interrupt() -> None:
             self.was_interrupted = True
             loop.remove_signal_handler(signal.SIGINT)  # a second one ends the process
-            driver.stop()
+            stop()
 
-        driver = make(client, on_record)
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, interrupt)
         try:
-            return await run(driver)
+            yield
         finally:
             loop.remove_signal_handler(signal.SIGINT)
-            client.close()
 
-    def _client(self) -> LoadClient:
+    def client(self) -> LoadClient:
+        """One for the target, to be closed by whom it is given."""
         target = self.target
         return LoadClient(target.url, max_sockets=target.max_sockets, api_key=api_key(), timeout_s=target.timeout_s)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -19,7 +21,9 @@ import pytest
 from bench_peers import END, REFUSED, STREAM, Peer, chunk, event, serving, usage, well_behaved
 
 from tandem import cli
+from tandem.bench import commands
 from tandem.bench.report import json_file, results
+from tandem.bench.settling import Settling
 from tests.support.imports import loaded_by
 from tests.support.router_site import Site, opened_site, write_checkpoint
 
@@ -325,9 +329,12 @@ def test_a_search_that_ran_out_of_probes_says_that_more_may_go(capsys: pytest.Ca
     assert "(--max-probes): a higher rate may keep the SLO too" in said
 
 
-def test_a_search_that_is_interrupted_in_its_first_probe_claims_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("num", [3, 6])  # while it is seen how fast it is alone, and in the first probe
+def test_a_search_that_is_interrupted_in_its_beginning_claims_nothing(
+    num: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     async def answer(body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
-        if len(peer.bodies) == 3:  # after the one to try
+        if len(peer.bodies) == num:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         return await well_behaved(body, writer)
 
@@ -338,6 +345,47 @@ def test_a_search_that_is_interrupted_in_its_first_probe_claims_nothing(capsys: 
     said = capsys.readouterr().out
     assert "note: partial: the search was stopped before its end" in said
     assert "kept the SLO" not in said.partition("note:")[2], "nothing is known of any rate"
+
+
+class GoesOnWithWhatWasBrokenOff(Peer):
+    """For `busy_s` after a request was broken off, all answers take longer."""
+
+    def __init__(self, busy_s: float) -> None:
+        super().__init__(self.serve)
+        self.busy_s, self.until_s = busy_s, 0.0
+        self.asked: list[tuple[int, bool]] = []  # the length of each prompt, and whether it came while that lasted
+
+    async def serve(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        now_s = time.monotonic()
+        self.asked.append((len(body["prompt"]), now_s < self.until_s))
+        if len(body["prompt"]) == 20 and len(self.asked) == 5:  # the first of the first probe
+            self.until_s = now_s + self.busy_s
+        if self.asked[-1][1]:
+            await asyncio.sleep(0.3)
+        return await well_behaved(body, writer)
+
+
+def test_a_probe_waits_until_the_server_is_done_with_the_one_that_was_broken_off(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ("--slo-ttft", "0.001ms", "--start-rate", 100, "--max-probes", 2, "--warmup", 0)
+    with in_thread(peer := GoesOnWithWhatWasBrokenOff(1.0)) as url:
+        assert bench("goodput", *load(url, *given, num=10)) == 1
+    assert [num for num, _ in peer.asked[:5]] == [1, 16, 16, 16, 20]
+    assert [is_busy for num, is_busy in peer.asked if num == 16][3:5] == [True] * 2, "it was asked while it was busy"
+    second = max(at for at, (num, _) in enumerate(peer.asked) if num == 16)
+    assert [is_busy for num, is_busy in peer.asked[second:]] == [False] * (len(peer.asked) - second)
+    assert "still busy" not in capsys.readouterr().err
+
+
+def test_a_server_that_stays_busy_is_not_waited_for_without_end(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "Settling", functools.partial(Settling, limit_s=0.5))
+    given = ("--slo-ttft", "0.001ms", "--start-rate", 100, "--max-probes", 2, "--warmup", 0)
+    with in_thread(GoesOnWithWhatWasBrokenOff(60.0)) as url:
+        assert bench("goodput", *load(url, *given, num=10)) == 1
+    assert "note: the server is still busy 0.5 s after a probe was broken off" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

@@ -17,3 +17,4 @@ class TraceEntry:
     block_ids: tuple[int, ...] = ()  # equal ids stand for equal content, one for each `block_size` tokens
     block_size: int = MOONCAKE_BLOCK
     token_ids: tuple[int, ...] = ()  # of the recorded text, where there is one
+    num_special: int = 0  # of these, how many special ones stand before the text

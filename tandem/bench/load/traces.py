@@ -11,7 +11,7 @@ import csv
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -200,6 +200,7 @@ def _sharegpt(text: str, tokenizer: Tokenizer | None, count: Count | None) -> It
             token_ids = tokenizer.encode(question)
             num_output = len(tokenizer.encode(answer, add_special_tokens=False))
             if token_ids and num_output:
-                yield TraceEntry(len(token_ids), num_output, token_ids=tuple(token_ids))
+                num_special = sum(1 for _ in takewhile(tokenizer.is_special, token_ids))
+                yield TraceEntry(len(token_ids), num_output, token_ids=tuple(token_ids), num_special=num_special)
         elif count is not None and (num_input := count(question)) and (num_output := count(answer)):
             yield TraceEntry(num_input, num_output)

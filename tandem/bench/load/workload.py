@@ -17,6 +17,8 @@ from tandem.core.tokenizer import Tokenizer
 #: Token ids that are in every vocabulary and name no special token in the usual ones.
 DEFAULT_VOCABULARY = range(128, 256)
 
+_NUM_DRAWN = 4  # ids in the front of a recorded text
+
 
 @dataclass(frozen=True)
 class Job:
@@ -43,6 +45,7 @@ def fixed_lengths(num: int, num_input: int, num_output: int) -> list[TraceEntry]
 def make_jobs(entries: Sequence[TraceEntry], *, vocabulary: Sequence[int], seed: str) -> list[Job]:
     """A prompt for each entry. Prompts share a prefix only where the trace says so.
 
+    Of recorded texts, which may begin alike, the first ids are drawn too.
     Two runs with one seed send the same prompts; the server may then have the second's in its prefix cache.
 
     Raises:
@@ -60,24 +63,31 @@ def make_jobs(entries: Sequence[TraceEntry], *, vocabulary: Sequence[int], seed:
     ]  # fmt: skip
 
 
-def _num_repeated(entry: TraceEntry, names: BlockNames) -> int | None:
-    if entry.token_ids:  # recorded texts may begin alike
-        return None
+def _num_repeated(entry: TraceEntry, names: BlockNames) -> int:
     _, num_blocks = names.keys(entry.block_ids)
     return min(entry.num_input, num_blocks * entry.block_size)
 
 
 def _prompt(entry: TraceEntry, number: int, vocabulary: Sequence[int], seed: str) -> tuple[int, ...]:
     if entry.token_ids:
-        # The recorded text, cut or repeated to the scaled length.
-        repeats = -(-entry.num_input // len(entry.token_ids))
-        return (entry.token_ids * repeats)[: entry.num_input]
+        return _recorded(entry, f"{seed}:{number}", vocabulary)
     ids: list[int] = []
     for block in entry.block_ids:
         ids += random.Random(f"{seed}:block:{block}").choices(vocabulary, k=entry.block_size)
     missing = max(0, entry.num_input - len(ids))
     ids += random.Random(f"{seed}:{number}").choices(vocabulary, k=missing)
     return tuple(ids[: entry.num_input])
+
+
+def _recorded(entry: TraceEntry, seed: str, vocabulary: Sequence[int]) -> tuple[int, ...]:
+    """The recorded text, cut or repeated to the scaled length. Its first ids are others with each seed, so that no
+    server has it in its prefix cache.
+    """
+    repeats = -(-entry.num_input // len(entry.token_ids))
+    ids = (entry.token_ids * repeats)[: entry.num_input]
+    start = entry.num_special
+    drawn = random.Random(seed).choices(vocabulary, k=min(_NUM_DRAWN, max(0, len(ids) - start)))
+    return (*ids[:start], *drawn, *ids[start + len(drawn) :])
 
 
 def poisson_arrivals(num: int, rate: float, seed: str) -> list[float]:

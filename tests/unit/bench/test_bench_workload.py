@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -173,7 +174,40 @@ def test_equal_blocks_have_equal_content() -> None:
 def test_recorded_texts_are_cut_or_said_again() -> None:
     text = TraceEntry(3, 1, token_ids=(7, 8, 9))
     jobs = make_jobs([*scaled([text], lengths=0.5), *scaled([text], lengths=2.4)], vocabulary=VOCABULARY, seed="1")
-    assert [job.prompt_ids for job in jobs] == [(7, 8), (7, 8, 9, 7, 8, 9, 7)]
+    assert [len(job.prompt_ids) for job in jobs] == [2, 7]
+    assert jobs[1].prompt_ids[4:] == (8, 9, 7)
+
+
+def test_recorded_texts_begin_otherwise_with_each_seed_and_number() -> None:
+    text = TraceEntry(12, 1, token_ids=tuple(range(12)), num_special=1)
+    of_seeds = [
+        [job.prompt_ids for job in make_jobs([text] * 3, vocabulary=VOCABULARY, seed=seed)]
+        for seed in ("1", "1:1", "1")
+    ]
+    prompts = {*of_seeds[0], *of_seeds[1]}
+    assert of_seeds[0] == of_seeds[2]
+    assert len({prompt[1:5] for prompt in prompts}) == 6
+    assert {(prompt[0], prompt[5:]) for prompt in prompts} == {(0, tuple(range(5, 12)))}
+    assert {token_id for prompt in prompts for token_id in prompt[1:5]} <= set(VOCABULARY)
+    short = make_jobs([TraceEntry(1, 1, token_ids=(0,), num_special=1)], vocabulary=VOCABULARY, seed="1")
+    assert short[0].prompt_ids == (0,)
+
+
+def test_a_recorded_text_tells_what_stands_before_it(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    class Beginning:
+        """A tokenizer that puts its beginning before each text."""
+
+        is_special = staticmethod(tokenizer.is_special)
+
+        @staticmethod
+        def encode(text: str, add_special_tokens: bool = True) -> list[int]:
+            return [BOS] * add_special_tokens + tokenizer.encode(text)
+
+    turns = [{"from": "human", "value": "abc"}, {"from": "gpt", "value": "de"}]
+    path = written(tmp_path, json.dumps([{"conversations": turns}]))
+    (plain,) = load_trace(path, tokenizer=tokenizer)
+    (begun,) = load_trace(path, tokenizer=cast(Tokenizer, Beginning()))
+    assert [(entry.num_input, entry.num_special) for entry in (plain, begun)] == [(3, 0), (4, 1)]
 
 
 def test_what_is_too_long_is_cut_at_its_end() -> None:
@@ -195,7 +229,7 @@ def test_a_job_knows_how_much_of_it_was_sent_before() -> None:
         TraceEntry(600, 1, block_ids=(9, 47)), TraceEntry(8, 1), TraceEntry(3, 1, token_ids=(7, 8, 9)),
     ]  # fmt: skip
     jobs = make_jobs(entries, vocabulary=VOCABULARY, seed="1")
-    assert [job.num_repeated for job in jobs] == [0, 600, 0, 0, None]
+    assert [job.num_repeated for job in jobs] == [0, 600, 0, 0, 0]
     assert jobs[1].prompt_ids == jobs[0].prompt_ids[:600]
 
 

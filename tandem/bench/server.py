@@ -31,10 +31,10 @@ class ServedModel:
 FirstRequest = Callable[[str], tuple[str, bytes]]
 
 
-def one_token(vocabulary: Sequence[int]) -> FirstRequest:
+def one_token(vocabulary: Sequence[int], *, ignore_eos: bool) -> FirstRequest:
     """One token after a prompt of one."""
     job = Job(0, tuple(vocabulary[:1]), 1)
-    return lambda model: (PATH, body_of(job, model, ignore_eos=True))
+    return lambda model: (PATH, body_of(job, model, ignore_eos=ignore_eos))
 
 
 async def connected(

@@ -145,7 +145,7 @@ class Session:
 
     def _first_request(self) -> FirstRequest:
         if self.workload.plan is None:
-            return one_token(self.workload.vocabulary)
+            return one_token(self.workload.vocabulary, ignore_eos=self.target.ignore_eos)
         plan = dataclasses.replace(self.workload.plan, num=1, num_turns=1, num_words=1, num_output=1)
         (conversation,) = make_conversations(plan, "first")
         return lambda model: (conversation.path, conversation.body(model, ignore_eos=self.target.ignore_eos))

@@ -284,6 +284,22 @@ async def test_a_first_request_that_fails_ends_it() -> None:
             await session(url).open()
 
 
+async def test_a_server_that_refuses_ignore_eos_is_measured_without_it() -> None:
+    async def strict(body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        if "ignore_eos" in body:
+            writer.write(whole("400 Bad Request", {"error": {"message": "Unrecognized request argument: ignore_eos"}}))
+            return True
+        return await well_behaved(body, writer)
+
+    async with serving(peer := Peer(strict)) as url:
+        with pytest.raises(TandemError, match="Unrecognized request argument"):
+            await session(url).open()
+        opened = session(url, num_warm_up=1, ignore_eos=False)
+        await opened.open()
+        assert (await opened.measure(Shape(concurrency=1))).records[0].is_good
+    assert len(peer.bodies) == 4
+
+
 async def test_a_warm_up_that_fails_ends_it() -> None:
     async def only_first(body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
         if body["max_tokens"] == 1:

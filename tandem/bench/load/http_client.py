@@ -161,7 +161,7 @@ class LoadClient:
                 _, connection = await asyncio.get_running_loop().create_connection(
                     lambda: _Connection(self), self.host, self.port, ssl=self.tls
                 )
-        except (OSError, asyncio.CancelledError) as error:  # `TimeoutError` among the first
+        except (Exception, asyncio.CancelledError) as error:  # mostly OSError; UnicodeError of a name like `a..b`
             self._num_sockets -= 1
             is_closed = isinstance(error, asyncio.CancelledError)
             outcome.status = BROKEN if is_closed else UNREACHABLE

@@ -26,6 +26,7 @@ from bench_peers import (
     whole,
 )
 
+from tandem.bench.commands import in_loop
 from tandem.bench.load.drive import Load, LoadDriver
 from tandem.bench.load.http_client import LoadClient
 from tandem.bench.load.records import RequestRecord
@@ -187,6 +188,13 @@ async def test_latencies_are_those_that_the_peer_shows() -> None:
 async def test_nobody_there_is_told_from_a_broken_answer() -> None:
     load = await session("http://127.0.0.1:9", 2).measure(Shape(concurrency=2))
     assert [record.failure for record in load.records] == ["unreachable", "unreachable"]
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 64])
+def test_a_name_that_no_host_can_have_is_nobody(host: str) -> None:
+    """The resolver of the command's own loop raises UnicodeError."""
+    with pytest.raises(ConfigError, match=f"nobody answers at http://{host}:80: .*; name a running server with --url"):
+        in_loop(asyncio.wait_for(session(f"http://{host}:80").open(), 10.0))
 
 
 async def test_a_closed_loop_keeps_to_its_concurrency() -> None:

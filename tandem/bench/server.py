@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.bench.load.drive import PATH, answer_error, record_of
-from tandem.bench.load.http_client import UNREACHABLE, LoadClient, Outcome
+from tandem.bench.load.http_client import BROKEN, TIMED_OUT, UNREACHABLE, LoadClient, Outcome
 from tandem.bench.load.workload import Job, body_of
 from tandem.core.client_key import KEY_VARIABLES, api_key
 from tandem.core.errors import ConfigError, TandemError
 
 _OK, _UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND = 200, 401, 403, 404
-_ASK_S = 20.0
+_LIST_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,9 @@ async def connected(
         ConfigError: nobody answers at `url`, it wants another API key, or does not serve `model`.
         TandemError: it does not answer as a completion server does.
     """
-    answer = await _in_time(client, client.message("GET", "/v1/models"))
+    answer = await _in_time(client, client.message("GET", "/v1/models"), _LIST_S)
+    if answer.status == TIMED_OUT:
+        raise ConfigError(f"{url}/v1/models: {answer.why}; is it busy, or another server? See --url", key="--url")
     _check_access(answer, url)
     served = _listing(answer)
     if model is None and not served:
@@ -63,7 +65,11 @@ async def connected(
 async def _try_one(
     client: LoadClient, url: str, model: str, served: Sequence[dict[str, Any]], first: FirstRequest
 ) -> None:
-    answer = await _in_time(client, client.message("POST", *first(model)))
+    answer = await _in_time(client, client.message("POST", *first(model)), client.timeout_s)
+    if answer.status == TIMED_OUT:
+        raise ConfigError(
+            f"{url}: {answer.why} to a first request for one token; give it longer with --timeout", key="--timeout"
+        )
     _check_access(answer, url)
     if answer.status == _NOT_FOUND:
         names = ", ".join(str(entry.get("id")) for entry in served)
@@ -73,12 +79,17 @@ async def _try_one(
         raise TandemError(f"a first request to {url} failed ({record.failure}): {record.message}")
 
 
-async def _in_time(client: LoadClient, message: bytes) -> Outcome:
-    """One answer; a request that takes too long is broken off."""
+async def _in_time(client: LoadClient, message: bytes, limit_s: float | None) -> Outcome:
+    """One answer; a request that takes longer than `limit_s`, or than the client waits, is broken off, `TIMED_OUT`."""
     asking = asyncio.create_task(client.request(message))
-    await asyncio.wait([asking], timeout=_ASK_S)
+    await asyncio.wait([asking], timeout=limit_s)
+    is_late = not asking.done()
     await client.wait_none_under_way(0)
-    return await asking
+    outcome = await asking
+    if (is_late and outcome.status == BROKEN) or outcome.status == TIMED_OUT:
+        waited_s = min(given_s for given_s in (limit_s, client.timeout_s) if given_s is not None)
+        outcome.status, outcome.why = TIMED_OUT, f"no answer within {waited_s:g} s"
+    return outcome
 
 
 def _check_access(answer: Outcome, url: str) -> None:

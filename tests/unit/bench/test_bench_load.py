@@ -26,6 +26,7 @@ from bench_peers import (
     whole,
 )
 
+from tandem.bench import server
 from tandem.bench.commands import in_loop
 from tandem.bench.load.drive import Load, LoadDriver
 from tandem.bench.load.http_client import LoadClient
@@ -306,6 +307,40 @@ async def test_a_server_that_refuses_ignore_eos_is_measured_without_it() -> None
         await opened.open()
         assert (await opened.measure(Shape(concurrency=1))).records[0].is_good
     assert len(peer.bodies) == 4
+
+
+def answering_after(delay_s: float) -> Peer:
+    """A server that takes so long for each completion."""
+
+    async def answer(body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        await asyncio.sleep(delay_s)
+        return await well_behaved(body, writer)
+
+    return Peer(answer)
+
+
+async def test_a_first_request_may_take_as_long_as_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_LIST_S", 0.2)
+    async with serving(answering_after(0.5)) as url:
+        await session(url).open()
+        with pytest.raises(ConfigError) as told:
+            await session(url, timeout_s=0.25).open()
+    assert (told.value.key, told.value.message) == (
+        "--timeout",
+        f"{url}: no answer within 0.25 s to a first request for one token; give it longer with --timeout",
+    )
+
+
+async def test_a_server_that_lists_no_models_in_time_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    monkeypatch.setattr(server, "_LIST_S", 0.2)
+    async with serving(silent) as url:
+        for timeout_s, waited in ((5.0, "0.2"), (0.1, "0.1")):
+            with pytest.raises(ConfigError, match=f"{url}/v1/models: no answer within {waited} s; is it busy"):
+                await session(url, timeout_s=timeout_s).open()
 
 
 async def test_a_warm_up_that_fails_ends_it() -> None:

@@ -157,6 +157,8 @@ COMMANDS = {command.__name__: command for command in (run, goodput, compare, plo
 # What options are where nobody gives them, by what they say something of; given elsewhere they would do nothing.
 _OF_TRACES = {"limit": None, "format": None, "block_size": MOONCAKE_BLOCK, "scale_time": 1.0}
 _OF_CONVERSATIONS = {"turns": 6, "think_time": 0.0, "api": "completions"}
+_OF_EQUAL_REQUESTS = {"input_len": 512, "output_len": 64}
+_OF_TIMES = {"scale_time": 1.0}
 _OF_RESULTS = {"records": False, "label": None}
 #: Conversations' texts are words.
 _NOT_OF_CONVERSATIONS = _OF_TRACES | {
@@ -202,6 +204,12 @@ def workload_of(options: argparse.Namespace) -> Workload:
         num = 64 if options.num_requests is None else options.num_requests
         entries = fixed_lengths(num, options.input_len, options.output_len)
     else:
+        _refuse_given(options, _OF_EQUAL_REQUESTS, "does not go with --trace, which has its own lengths: leave it out")
+        if None not in (options.limit, options.num_requests):
+            raise ConfigError("--num-requests does not go with --limit, which says the same of a trace: leave one out",
+                              key="--num-requests")  # fmt: skip
+        if (chosen := _chosen_times(options)) is not None:
+            _refuse_given(options, _OF_TIMES, f"says something of a trace's own times, and {chosen}: leave it out")
         limit = options.limit if options.num_requests is None else options.num_requests
         entries = load_trace(
             options.trace, options.format, limit=limit, tokenizer=tokenizer, block_size=options.block_size
@@ -211,6 +219,15 @@ def workload_of(options: argparse.Namespace) -> Workload:
         entries, _vocabulary(options.vocab, tokenizer), seed=options.seed, num_warm_up=options.warmup,
         max_len=options.cut,
     )  # fmt: skip
+
+
+def _chosen_times(options: argparse.Namespace) -> str | None:
+    """By what requests come at other times than a trace's own; `None`: they do not."""
+    if not hasattr(options, "rate"):
+        return "a search has rates of its own"
+    if options.rate is not None:
+        return "--rate has others"
+    return None if options.concurrency is None else "--concurrency has none"
 
 
 def _vocabulary(given: range | None, tokenizer: Tokenizer | None) -> Sequence[int]:

@@ -184,6 +184,11 @@ def test_blocks_that_repeat_are_sent_alike_and_what_is_too_long_is_cut(
         (("--concurrency", "1", "--think-time", "1s"), "--think-time says something of conversations"),
         (("--concurrency", "1", "--limit", "3"), "--limit says something of a trace: give --trace"),
         (("--rate", "1", "--speed", "2"), "--scale-time (or --speed) says something of a trace"),
+        (("--trace", "T", "--input-len", "9"), "--input-len does not go with --trace, which has its own lengths"),
+        (("--trace", "T", "--output-len", "9"), "--output-len does not go with --trace"),
+        (("--trace", "T", "--limit", "3", "--num-requests", "2"), "--num-requests does not go with --limit"),
+        (("--trace", "T", "--rate", "9", "--speed", "2"), "of a trace's own times, and --rate has others: leave it"),
+        (("--trace", "T", "--concurrency", "1", "--scale-time", "2"), "(or --speed) says something of a trace's own"),
         (("--concurrency", "1", "--records"), "--records says something of the file of --json"),
         (("--concurrency", "1", "--conversations", "2", "--scale-lengths", "0.5"), "does not go with --conversations"),
         ((), "--rate or --concurrency"),
@@ -193,10 +198,18 @@ def test_what_is_wrong_is_said_in_one_line(
     site: Site, checkpoint: Path, arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = tuple(str(checkpoint) if argument == "CHECKPOINT" else argument for argument in arguments)
-    assert bench("run", "--url", site.url, "--input-len", 20, "--output-len", 2, *arguments) == 1
+    lengths = () if "--trace" in arguments else ("--input-len", 20, "--output-len", 2)
+    assert bench("run", "--url", site.url, *lengths, *arguments) == 1
     captured = capsys.readouterr()
     assert said in captured.err
     assert len(captured.err.splitlines()) == 1
+
+
+def test_a_search_takes_no_times_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text(AZURE)
+    assert bench("goodput", "--url", "http://127.0.0.1:9", "--trace", trace, "--speed", 2) == 1
+    assert "--scale-time (or --speed) says something of a trace's own times, and a search" in capsys.readouterr().err
 
 
 def test_a_server_that_wants_a_key_says_so(

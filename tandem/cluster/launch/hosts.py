@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tandem.core.addresses import bare_host
@@ -52,7 +52,8 @@ def plan_hosts(
         lists: of each role, hosts as `HOST` or `HOST=NUMBER`. Without routers the head has the one.
 
     Raises:
-        ConfigError: a host cannot be resolved, or stands twice in a list.
+        ConfigError: a host cannot be resolved, stands twice in a list, or is given by an address that leads others
+            to themselves.
     """
     by_address: dict[str, Host] = {}
 
@@ -71,6 +72,8 @@ def plan_hosts(
                     key=f"--{role}",
                 )
             host.places[role] = num
+    if len(by_address) > 1:
+        _check_reachable(by_address)
     workers = tuple(host for host in by_address.values() if host is not at_head)
     return Hosts(at_head, workers, user, key, cluster_name)
 
@@ -97,6 +100,16 @@ def _resolve(text: str) -> Host:
     if address.version == 6:
         raise ConfigError(f"{text}: Ray's launcher knows hosts by IPv4 addresses only; {_BY_HAND}")
     return Host(str(address))
+
+
+def _check_reachable(addresses: Iterable[str]) -> None:
+    """Of several hosts none has an address that means each host itself."""
+    for address in addresses:
+        parsed = ipaddress.ip_address(address)
+        if parsed.is_loopback or parsed.is_unspecified:
+            raise ConfigError(
+                f"the address {address} leads nowhere from other hosts; give that host's address in the network"
+            )
 
 
 def _address_of(name: str) -> str:

@@ -83,6 +83,14 @@ def test_a_host_that_the_launcher_cannot_reach_is_refused(host: str, why: str) -
     assert why in caught.value.message
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.1.1", "0.0.0.0"])
+def test_an_address_that_means_each_host_itself_is_for_one_host_alone(address: str) -> None:
+    for hosts in ((address, ["10.0.0.2"]), ("node1", [f"{address}=2"])):
+        with pytest.raises(ConfigError, match=f"the address {address} leads nowhere from other hosts; give that"):
+            plan(*hosts)
+    assert places(plan(address, [address], [address])) == {address: {"router": 1, "prefill": 1, "decode": 1}}
+
+
 def test_a_host_that_stands_twice_in_a_list_is_asked_about() -> None:
     with pytest.raises(ConfigError, match="say node2=2 for two workers there"):
         plan("node1", ["10.0.0.2", "node2"])

@@ -58,6 +58,7 @@ class ConversationDriver(Driver):
             if conversation.think_s:
                 await self._sleep(conversation.think_s)
             if self._stopped.is_set():
+                self._load.num_unsent += conversation.num_left
                 return
             job = conversation.job
             body = conversation.body(self._model, ignore_eos=self._ignore_eos)

@@ -42,7 +42,7 @@ class Load:
     duration_s: float = 0.0
     cpu_s: float = 0.0  # of this process, user and system
     is_partial: bool = False  # it was stopped before its end
-    num_unsent: int = 0  # turns of conversations that a failure ended before
+    num_unsent: int = 0  # turns of conversations that ended before, by a failure or as all was stopped
     server: str = ""  # how the server names itself
 
     @property

@@ -87,7 +87,8 @@ def remarks(run: Run) -> Iterator[str]:
         example = summary.failure_examples.get(kind)
         yield f"{number} failed: {kind}{f' ({example})' if example else ''}"
     if run.load.num_unsent:
-        yield f"{run.load.num_unsent} turns were not sent, as one before them failed"
+        why = "" if run.load.is_partial else ", as one before them failed"
+        yield f"{run.load.num_unsent} turns were not sent{why}"
     if summary.num_short:
         yield f"{summary.num_short} requests got fewer tokens than they asked for"
     if summary.num_wrong_input:

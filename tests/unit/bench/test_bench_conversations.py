@@ -15,7 +15,9 @@ from tandem.bench.load.conversations import Api, ConversationPlan, make_conversa
 from tandem.bench.load.drive import Load
 from tandem.bench.load.stream_log import StreamLog
 from tandem.bench.report import results
+from tandem.bench.report.results import Run
 from tandem.bench.report.summary import summarise
+from tandem.bench.report.tables import remarks
 from tandem.bench.session import Session, Shape, Target, Workload
 from tandem.core.errors import ConfigError
 from tests.support.router_site import opened_site, write_checkpoint
@@ -147,6 +149,26 @@ async def test_a_turn_that_fails_ends_its_conversation() -> None:
     assert [record.number for record in load.records] == [0, 1, 4, 5, 6, 7]
     assert [record.number for record in load.records if record.failure == "http_429"] == [1]
     assert load.num_unsent == 2
+
+
+@pytest.mark.parametrize("shape", [Shape(concurrency=2), Shape(rate=5.0)])
+async def test_a_run_that_is_stopped_counts_what_is_left_of_every_conversation(shape: Shape) -> None:
+    """One has its second turn under way, others think or have not begun."""
+    of = plan(5, 3, think_s=0.2)
+    talker = Talker()
+    async with serving(talker.peer) as url:
+        session = Session(Target(url, "toy", timeout_s=20.0), Workload.of_conversations(of, num_warm_up=0))
+        load = await session.measure(shape, watch=lambda record: record.turn == 1)
+    assert load.is_partial
+    assert len(load.records) < 15
+    assert load.num_unsent == 15 - len(load.records)
+    said = list(remarks(Run.of(shape, load, None)))
+    assert f"{load.num_unsent} turns were not sent" in said
+
+
+def test_turns_that_a_failure_came_before_are_said_so() -> None:
+    load = Load([], 1.0, num_unsent=2)
+    assert "2 turns were not sent, as one before them failed" in list(remarks(Run.of(Shape(concurrency=1), load, None)))
 
 
 def test_a_seed_gives_the_same_texts_and_pauses() -> None:

@@ -138,12 +138,14 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "intermediate": ("moe_intermediate_size", "intermediate_size", "n_inner"),
     "vocab": ("vocab_size",),
     "experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
-    "experts_per_token": ("num_experts_per_tok", "moe_k"),
+    "experts_per_token": ("num_experts_per_tok", "moe_k", "moe_topk"),
     "shared": ("shared_expert_intermediate_size",),
     "num_shared": ("n_shared_experts", "moe_num_shared_experts"),  # each as wide as the others
     "dense_layers": ("first_k_dense_replace", "moe_layer_start_index"),
     "dense_intermediate": ("intermediate_size",),
 }
+# Whose mixtures have one shared expert, whatever the config says.
+_ONE_SHARED = ("hunyuan_v1_moe",)
 # Families whose feed-forward parts have two matrices.
 _PLAIN = (
     "gpt2", "gpt_neox", "gptj", "gpt_bigcode", "bloom", "opt", "phi", "falcon", "starcoder2", "nemotron", "arcee",
@@ -186,7 +188,10 @@ def _of_config(name: str, config: dict[str, Any]) -> ModelShape:
     config = text_config(config)
 
     def find(field: str) -> int | None:
-        return next((config[key] for key in _NAMES[field] if isinstance(config.get(key), int)), None)
+        found = (config.get(key) for key in _NAMES[field])
+        # Some say it of each layer.
+        each = (value[0] if isinstance(value, list) and value else value for value in found)
+        return next((value for value in each if isinstance(value, int)), None)
 
     needed = ("layers", "hidden", "heads", "vocab")
     layers, hidden, heads, vocab = (find(field) for field in needed)
@@ -201,6 +206,7 @@ def _of_config(name: str, config: dict[str, Any]) -> ModelShape:
         raise ConfigError(f"the config.json of {name} has more heads than their hidden size, {hidden}", key="--model")
     kind = str(config.get("model_type", ""))
     experts = find("experts") or 0
+    num_shared = 1 if kind in _ONE_SHARED else find("num_shared") or 0
     dense_layers = min(layers, find("dense_layers") or 0) if experts else 0
     windows = _windows(name, config, layers)
     return ModelShape(
@@ -215,7 +221,7 @@ def _of_config(name: str, config: dict[str, Any]) -> ModelShape:
         experts_per_token=find("experts_per_token") or 0,
         dense_layers=dense_layers,
         dense_intermediate=find("dense_intermediate") or 0 if dense_layers else 0,
-        shared=find("shared") or (find("num_shared") or 0) * (find("intermediate") or 0),
+        shared=find("shared") or num_shared * (find("intermediate") or 0),
         window=windows.window,
         full_layers=windows.num_full,
     )  # fmt: skip

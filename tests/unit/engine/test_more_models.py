@@ -34,7 +34,6 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": WINDOW},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40},
-    "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 6, "moe_topk": [2, 2]},
     "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 40, "moe_layer_start_index": 0},
 }
 

@@ -18,14 +18,20 @@ SERVED = (
     "cohere2", "ernie4_5", "exaone4", "seed_oss", "starcoder2", "stablelm", "nemotron", "arcee", "apertus", "helium",
     "bitnet", "hunyuan_v1_dense", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo", "phimoe", "granitemoe",
     "glm4_moe", "ernie4_5_moe", "minimax_m2", "granitemoe_swa", "gpt_oss",
+    "hunyuan_v1_moe",
 )  # fmt: skip
 # What these types do not have by default.
-_OWN = {"nemotron": {"num_key_value_heads": 8}, "hunyuan_v1_dense": {"head_dim": 128}}
+_OWN = {
+    "nemotron": {"num_key_value_heads": 8},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 64, "moe_topk": [8] * 32},
+}
 # Published configs name their sizes, and leave out much of what is as their type has it.
 _SIZES = (
     "hidden_size", "n_embd", "num_hidden_layers", "n_layer", "num_attention_heads", "n_head", "num_key_value_heads",
     "head_dim", "intermediate_size", "n_inner", "ffn_dim", "moe_intermediate_size", "vocab_size", "num_local_experts",
-    "num_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok", "moe_k", "word_embed_proj_dim",
+    "num_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok", "moe_k", "moe_topk",
+    "word_embed_proj_dim",
     "shared_expert_intermediate_size", "n_shared_experts", "moe_num_shared_experts", "first_k_dense_replace",
     "moe_layer_start_index", "multi_query",
 )  # fmt: skip

@@ -4,8 +4,7 @@
 #   export TANDEM_API_KEYS=$(openssl rand -hex 16)
 #   docker run --rm --init --shm-size=1g -p 8000:8000 -e TANDEM_API_KEYS tandem
 #
-# With GPUs: docker run --gpus all ...; another build of torch: docker build --build-arg TORCH="torch==2.13.0 ...", and
-# --build-arg EXTRAS= where it is not for CUDA 13.
+# With GPUs: docker run --gpus all ...; another build of torch: docker build --build-arg TORCH="torch==2.13.0 ..."
 
 FROM python:3.11-slim-bookworm AS build
 WORKDIR /source
@@ -25,9 +24,10 @@ COPY requirements/lock.txt /tmp/lock.txt
 # torch first and in a layer of its own: it is large and changes rarely. TORCH may hold options for pip.
 RUN pip install --no-cache-dir --constraint /tmp/lock.txt ${TORCH}
 COPY --from=build /dist/*.whl /tmp/
-# NIXL's build for this torch's CUDA, which pages on GPUs need.
-ARG EXTRAS="[cuda13]"
-RUN pip install --no-cache-dir --constraint /tmp/lock.txt "$(echo /tmp/*.whl)${EXTRAS}" && rm /tmp/*.whl /tmp/lock.txt
+# With NIXL's build for CUDA 13 where torch is for that: pages on GPUs need it.
+RUN extra=$(python -c 'import torch; print("[cuda13]" * str(torch.version.cuda).startswith("13."))') \
+    && pip install --no-cache-dir --constraint /tmp/lock.txt "$(echo /tmp/*.whl)$extra" \
+    && rm /tmp/*.whl /tmp/lock.txt
 
 RUN useradd --create-home --uid 1000 tandem
 USER tandem

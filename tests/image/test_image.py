@@ -42,7 +42,7 @@ with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
-    arguments = {name: os.environ[name] for name in ("TORCH", "EXTRAS") if name in os.environ}
+    arguments = {name: os.environ[name] for name in ("TORCH",) if name in os.environ}
     build = Build(ROOT, tmp_path_factory.mktemp("image"), arguments)
     image = build.run()
     written = [each for stage in stages_of((ROOT / "Dockerfile").read_text()) for each in stage.instructions]

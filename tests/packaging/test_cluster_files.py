@@ -56,7 +56,7 @@ def test_torch_goes_before_the_wheel_and_both_are_pinned(name: str) -> None:
     makefile = (ROOT / "Makefile").read_text()
     torch = next(line.split("?=")[1].strip() for line in makefile.splitlines() if line.startswith("TORCH"))
     assert [torch in command for command in installs] == [True, False]
-    assert 'dist/wheel.txt)[cuda13]"' in installs[1]  # PyPI's torch is for CUDA 13, and the shell takes it for no glob
+    assert 'dist/wheel.txt)$extra"' in installs[1]  # the shell takes its brackets for no glob
     assert all("-c ~/tandem/requirements/lock.txt" in command for command in installs)
 
 
@@ -232,18 +232,26 @@ def test_the_named_wheel_reaches_a_host_that_has_others(tmp_path: Path) -> None:
     python, pip = home / "tandem/venv/bin/python", home / "tandem/venv/bin/pip"
     pip.write_text(
         f"""#!/bin/bash
+        echo "$*" >> {home}/asked
         [[ " $* " == *" torch"* ]] && exit
         exec {sys.executable} -m pip --python {python} --disable-pip-version-check "$@" --no-index --quiet\n"""
     )
     pip.chmod(0o755)
     shutil.copytree(ROOT / "requirements", home / "tandem/requirements")
     dist = home / "tandem/dist"
-    for version, says in (("0.1.0", "first"), ("0.1.0", "second"), ("0.2.0", "third")):
+    (packages,) = (home / "tandem/venv").glob("lib/python3.*/site-packages")
+    torch = packages / "torch"
+    torch.mkdir()
+    (torch / "__init__.py").write_text("from torch import version\n")
+    for version, says, cuda in (("0.1.0", "first", "13.0"), ("0.1.0", "second", "12.9"), ("0.2.0", "third", None)):
+        (torch / "version.py").write_text(f"cuda = {cuda!r}\n")
         (dist / "wheel.txt").write_text(f"{a_wheel(dist, version, says).name}\n")
         for command in installs(FILES[0]):
             subprocess.run(["bash", "-c", f"({command})"], check=True, env={**os.environ, "HOME": str(home)})
         said = subprocess.run([python, "-c", "import what_wheel"], capture_output=True, text=True, check=True)
         assert said.stdout == f"{says}\n"
+        asked = [line for line in (home / "asked").read_text().splitlines() if "lock.txt" in line]
+        assert asked[-1].endswith("none-any.whl[cuda13]" if cuda == "13.0" else "none-any.whl")
 
 
 def test_make_wheel_names_the_wheel_that_hosts_install() -> None:

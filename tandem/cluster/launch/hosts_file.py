@@ -64,9 +64,12 @@ setup_commands:
   - grep -q RAY_AUTH_MODE ~/.bashrc || echo 'export RAY_AUTH_MODE=token' >> ~/.bashrc
   # torch first, so that all that depends on it finds this build; the wheel leaves the choice open.
   - $pip install -c ~/tandem/requirements/lock.txt torch==2.13.0
-  # What the wheel needs, with NIXL's build for CUDA 13, as this torch's is; then the wheel itself, for pip takes one of
-  # the same version for installed. rsync leaves older wheels where they are: dist/wheel.txt names the one.
-  - $pip install -c ~/tandem/requirements/lock.txt ~/tandem/dist/"$$(cat ~/tandem/dist/wheel.txt)[cuda13]"
+  # What the wheel needs, with NIXL's build for CUDA 13 where torch is for that; then the wheel itself, for pip takes
+  # one of the same version for installed. rsync leaves older wheels where they are: dist/wheel.txt names the one.
+  - >-
+    extra=$$(~/tandem/venv/bin/python -c
+    'import torch; print("[cuda13]" * str(torch.version.cuda).startswith("13."))') &&
+    $pip install -c ~/tandem/requirements/lock.txt ~/tandem/dist/"$$(cat ~/tandem/dist/wheel.txt)$$extra"
   - $pip install --no-deps --force-reinstall ~/tandem/dist/"$$(cat ~/tandem/dist/wheel.txt)"
 
 # Each machine says by which address the others reach it: by its name it may find 127.0.1.1.

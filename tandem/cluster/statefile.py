@@ -102,13 +102,11 @@ class Claim:
 
     def renew(self) -> None:
         """Write the file as it is, also where it is gone: hosts remove what is old from their temporary directories."""
-        found = _read(_path(self._file.port))
-        if found is not None and (found.pid, found.started) != (self._file.pid, self._file.started):
-            return
-        try:
-            write(self._file)
+        try:  # also around the reading, which makes the directory anew
+            if _read(_path(self._file.port)) is None or _is_kept(self._file):
+                write(self._file)
         except OSError as error:
-            _log.warning("%s cannot be written: %s", _path(self._file.port), error)
+            _log.warning("the state file %d.json cannot be written: %s", self._file.port, error)
 
     def release(self) -> None:
         """Take no lock: a signal's handler calls it, perhaps while this very thread holds the lock."""

@@ -125,15 +125,16 @@ def test_a_file_that_the_host_has_cleaned_away_is_written_again() -> None:
     assert found.waits_for == "Ray to start"
 
 
+@pytest.mark.parametrize("step", ["write", "runtime_directory"])
 def test_where_the_file_cannot_be_written_whoever_tells_it_goes_on(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    step: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     claim = Claim(8000, local=True)
     claim.take("Ray to start")
 
-    def full(cluster: statefile.ClusterFile) -> None:
+    def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(statefile, "write", full)
+    monkeypatch.setattr(statefile, step, full)
     claim.tell(Stage.STOPPING, "its processes to end")
     assert "8000.json cannot be written: [Errno 28] No space left on device" in caplog.text

@@ -55,12 +55,14 @@ def number(text: str, type: Callable[[str], float], is_right: Callable[[float], 
 def whole(least: int, most: int | None = None) -> Callable[[str], Any]:
     """Reads whole numbers from `least` to `most`, or from `least` on."""
     range_words = f"of at least {least}" if most is None else f"from {least} to {most}"
-    bound = _MOST if most is None else most
 
     def read(text: str) -> Any:
-        return number(
-            text, int, lambda value: least <= value <= bound, f"a whole number {range_words}"
+        value = number(
+            text, int, lambda value: least <= value and (most is None or value <= most), f"a whole number {range_words}"
         )
+        if value > _MOST:
+            raise argparse.ArgumentTypeError(f"{text!r} is more than there can be of anything; give at most {_MOST}")
+        return value
 
     return read
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,18 @@ from state_files import cluster_file
 
 from tandem import cli
 from tandem.cluster import commands, statefile
+from tandem.cluster.serve.signals import HANDLED
 from tandem.core.errors import ConfigError
 from tests.support.imports import loaded_by
+
+
+@pytest.fixture(autouse=True)
+def _own_signals() -> Iterator[None]:
+    """`tandem serve` takes signals for its process, which ends with it; this one goes on with other tests."""
+    before = {number: signal.getsignal(number) for number in HANDLED}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 COMMANDS = (
     "serve", "status", "scale", "drain", "stop", "logs", "top", "trace", "hosts", "up", "down", "bench", "doctor",
@@ -84,6 +96,8 @@ def test_wrong_usage_is_exit_code_2(wrong: list[str], capsys: pytest.CaptureFixt
         (["status", "--port", "1e3"], "argument --port: '1e3' is not"),
         (["bench", "run", "--concurrency", "-1"], "tandem bench run: error: argument --concurrency: '-1' is not"),
         (["bench", "run", "--warmup", "-1"], "argument --warmup: '-1' is not a whole number of at least 0"),
+        (["plan", "kv", "--tokens", "9" * 16], "argument --tokens: '9999999999999999' is more than there can be"),
+        (["plan", "kv", "--weight-bits", "1e308"], "argument --weight-bits: '1e308' is not a number of bits, above 0"),
     ],
 )
 def test_a_number_that_cannot_be_is_wrong_usage(

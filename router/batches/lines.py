@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from router.batches.records import LineError
-from router.openai.depth import MAX_DEPTH, is_deep
+from router.openai.depth import MAX_DEPTH, is_deep_json
 from router.openai.model_card import ModelCard
 from router.openai.refusal import shown
 from tandem.core.errors import ModelNotFoundError
@@ -75,7 +75,7 @@ class LineRules:
             line = orjson.loads(raw)
         except orjson.JSONDecodeError as error:
             return LineError("invalid_json_line", f"this line is not parseable as valid JSON: {error}", row)
-        if raw.count(b"{") + raw.count(b"[") > MAX_DEPTH and is_deep(line):
+        if is_deep_json(raw, line):
             text = f"this line is nested too deeply: more than {MAX_DEPTH} objects and lists in another"
             return LineError("invalid_json_line", text, row)
         if not isinstance(line, dict):

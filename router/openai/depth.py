@@ -9,6 +9,11 @@ MAX_DEPTH = 128
 _NESTED = (dict, list)
 
 
+def is_deep_json(raw: bytes, value: Any) -> bool:
+    """As `is_deep` of the value that `raw` holds. One bracket opens one level: few cannot be nested too deeply."""
+    return raw.count(b"{") + raw.count(b"[") > MAX_DEPTH and is_deep(value)
+
+
 def is_deep(value: Any) -> bool:
     """Whether it has more levels than `MAX_DEPTH`."""
     level = [value] if isinstance(value, _NESTED) else []

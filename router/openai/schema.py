@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import orjson
 
-from router.openai.depth import MAX_DEPTH, is_deep
+from router.openai.depth import MAX_DEPTH, is_deep_json
 from router.openai.fields import Accepted, Object, PromptBounds, Scope
 from router.openai.grammar import AskedGrammar
 from router.openai.refusal import refuse, shown
@@ -86,8 +86,7 @@ def parse_body(raw: bytes) -> dict[str, Any]:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise InvalidRequestError(f"the body is not JSON: {error}") from error
-    # One bracket opens one level: few of them cannot be nested too deeply.
-    if raw.count(b"{") + raw.count(b"[") > MAX_DEPTH and is_deep(body):
+    if is_deep_json(raw, body):
         raise InvalidRequestError(f"the body is nested too deeply: more than {MAX_DEPTH} objects and lists in another")
     if not isinstance(body, dict):
         raise InvalidRequestError(f"the body must be a JSON object, not {shown(body)}")

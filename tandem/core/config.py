@@ -178,9 +178,9 @@ class CacheConfig:
         "contexts or many sequences.", minimum=0
     )
     preallocate: bool = _key(
-        False, "Workers on CPUs take the memory of all KV pages before they are ready, which is some 0.3 to 2 s a GiB; "
-        "otherwise as pages are first used. Turn it on where other programs may take that memory meanwhile, or where "
-        "a process that grows is an alarm."
+        False, "Workers on CPUs take the memory of all KV pages before they are ready, which is milliseconds a GiB, or "
+        "seconds where a virtual machine has to get it first; otherwise as pages are first used. Turn it on where "
+        "other programs may take that memory meanwhile, or where a process that grows is an alarm."
     )
     max_context: int = _key(
         0, "The most tokens of prompt and output together; 0: the model's own limit. Lower it to refuse requests that "

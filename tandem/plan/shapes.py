@@ -27,8 +27,8 @@ class ModelShape:
         is_tied: the output layer is the embedding.
         experts, experts_per_token: of a mixture; 0: there is none.
         shared: numbers within what of a mixture all tokens go through, beside their experts.
-    dense_layers, dense_intermediate: layers of a mixture that have no experts, and the numbers within theirs.
-    window, full_layers: the last tokens that a token sees in layers with a window, itself included, and how many
+        dense_layers, dense_intermediate: layers of a mixture that have no experts, and the numbers within theirs.
+        window, full_layers: the last tokens that a token sees in layers with a window, itself included, and how many
             layers see all beside those; 0: all layers see all.
     """
 

@@ -22,6 +22,7 @@ from tandem.rpc.v1 import supervisor_pb2_grpc
 
 
 def make_policy(config: Config) -> Policy:
+    """How long this cluster's supervisor waits: as long as all else does, and for who loads several heartbeats."""
     transport = config.transport
     return Policy(
         silence_s=transport.lease_s + transport.grace_s,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable
 
@@ -32,6 +33,7 @@ class BatchLeader:
         self._changed = asyncio.Event()
         self._leading: asyncio.Task[None] | None = None
         self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
+        self._told_to_end = weakref.WeakSet[asyncio.Task[None]]()
         # Of each that was interrupted: how often in a row, and until when of the loop's time it pauses.
         self._pauses: dict[str, tuple[int, float]] = {}
 
@@ -41,7 +43,7 @@ class BatchLeader:
     async def stop(self) -> None:
         """End what is under way; another router goes on with it. May be called twice."""
         if self._leading is not None:
-            _cancel_once(self._leading)
+            self._end(self._leading)
             await asyncio.wait({self._leading})
             await self._end_runs()  # an error may have been ending them when it was cancelled
         self._lease.close()
@@ -89,7 +91,7 @@ class BatchLeader:
     async def _end_runs(self) -> None:
         tasks = {task for _, task in self._runs.values()}
         for task in tasks:
-            _cancel_once(task)
+            self._end(task)
         if tasks:
             await asyncio.wait(tasks)
 
@@ -147,8 +149,9 @@ class BatchLeader:
         task.add_done_callback(ended)
         self._runs[name] = (run, task)
 
-
-def _cancel_once(task: asyncio.Task[None]) -> None:
-    """A second time would cut short what it ends."""
-    if not task.cancelling():
-        task.cancel()
+    def _end(self, task: asyncio.Task[None]) -> None:
+        """Told a second time, it would cut short what it ends. Whether it was told is kept here: `task.cancelling()`
+        also counts a timeout of its own which has just passed, and which it takes for no end."""
+        if task not in self._told_to_end:
+            self._told_to_end.add(task)
+            task.cancel()

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -201,6 +201,33 @@ async def test_a_leader_that_is_told_to_stop_twice_ends_what_is_under_way(
         may_end.set()
         await asyncio.gather(*stops)
     assert has_ended
+
+
+class Waited(asyncio.Event):
+    """Says that somebody waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_waited_for = asyncio.Event()
+
+    async def wait(self) -> Literal[True]:
+        self.is_waited_for.set()
+        return await super().wait()
+
+
+async def test_a_leader_is_told_to_stop_in_the_moment_in_which_it_would_look_again(
+    store: Store, run_of: Callable[[Ask], BatchRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own timeout has passed, which it has not heard of yet."""
+    monkeypatch.setattr("router.batches.leader._LOOK_S", 0.2)
+    leader = BatchLeader(store, lambda _: run_of(answered))
+    leader._changed = changed = Waited()
+    leader.start()
+    async with asyncio.timeout(LONG_S):
+        await changed.is_waited_for.wait()
+        asyncio.get_running_loop().call_soon(time.sleep, 0.4)  # then both are due: this test, then the leader
+        await asyncio.sleep(0.1)
+        await leader.stop()
 
 
 MakeRun = Callable[[BatchFolder, Ask], BatchRun]

@@ -24,6 +24,7 @@ from kvtransfer.extents import Descriptor
 from kvtransfer.transports.base import Transport
 from kvtransfer.transports.events import PeerId, ThreadEvent, WriteFailed, WriteHandle, WritePosted
 from tandem.core.errors import TransportError
+from tandem.core.slices import take_short_slices
 
 _log = logging.getLogger(__name__)
 
@@ -167,6 +168,7 @@ class TransferThread:
             self._on_error(error)
 
     def _main(self) -> None:
+        take_short_slices()
         try:
             self._stay_on_cores()
             self._loop()

@@ -48,6 +48,7 @@ from tandem.core.clock import MonotonicClock
 from tandem.core.config import FEWEST_SEQS, MOST_SEQS, Config
 from tandem.core.identity import Role
 from tandem.core.metrics import RouterMetrics
+from tandem.core.slices import take_short_slices
 from tandem.core.tokenizer import Tokenizer
 from tandem.rpc.guard import RoleGuard
 
@@ -131,6 +132,7 @@ class RouterServer:
     # -- on the router's thread
 
     def _run(self) -> None:
+        take_short_slices()
         failure: BaseException | None = None
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

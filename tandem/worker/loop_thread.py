@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import uvloop
 
 from tandem.core.errors import InternalError
+from tandem.core.slices import take_short_slices
 
 _T = TypeVar("_T")
 
@@ -44,5 +45,6 @@ class LoopThread:
             raise InternalError(f"the event loop did not end within {timeout_s} s")
 
     def _main(self) -> None:
+        take_short_slices()
         with self._runner:
             self.loop.run_forever()

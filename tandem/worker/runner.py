@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from tandem.core.errors import InternalError
+from tandem.core.slices import take_usual_slices
 from tandem.engine.batch import SequenceInput
 from tandem.worker.batch import Batch
 from tandem.worker.next_step import NextStep
@@ -88,6 +89,7 @@ class Runner:
                 raise InternalError(f"the runner did not end within {timeout_s} s")
 
     def _run(self) -> None:
+        take_usual_slices()
         try:
             while not self._stopping:
                 self._turn()

@@ -1,0 +1,50 @@
+"""How soon a thread gets a core that has become ready while others compute.
+
+Linux gives a core to whoever's time slice ends first among those that have had less than their share. All have slices
+of some milliseconds, so where more threads compute than there are cores, one that only passes something on waits for
+several of them, at each hop of a request. With a short slice it goes first; it gets no more of the core than before.
+Linux 6.12 takes a slice for threads of no special policy ("EEVDF", Documentation/scheduler/sched-eevdf.rst); older ones
+ignore it. Threads inherit it from the one that starts them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+
+_SHORT_NS = 100_000  # the shortest that there is
+
+# sched_setattr(2) has no function in the C library.
+_SYSCALLS = {"x86_64": 314, "aarch64": 274, "arm64": 274}
+_SCHED_OTHER = 0
+
+
+class _SchedAttr(ctypes.Structure):
+    """`struct sched_attr` of `linux/sched/types.h`."""
+
+    _fields_ = (
+        ("size", ctypes.c_uint32), ("policy", ctypes.c_uint32), ("flags", ctypes.c_uint64), ("nice", ctypes.c_int32),
+        ("priority", ctypes.c_uint32), ("runtime", ctypes.c_uint64), ("deadline", ctypes.c_uint64),
+        ("period", ctypes.c_uint64), ("util_min", ctypes.c_uint32), ("util_max", ctypes.c_uint32),
+    )  # fmt: skip
+
+
+def take_short_slices() -> bool:
+    """This thread passes things on: it gets a core soon. Whether that could be said."""
+    return _set(_SHORT_NS)
+
+
+def take_usual_slices() -> bool:
+    """This thread computes. Whether that could be said."""
+    return _set(0)
+
+
+def _set(slice_ns: int) -> bool:
+    number = _SYSCALLS.get(platform.machine())
+    if number is None or not hasattr(os, "sched_getscheduler") or os.sched_getscheduler(0) != _SCHED_OTHER:
+        return False
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    attr = _SchedAttr(ctypes.sizeof(_SchedAttr), _SCHED_OTHER, 0, nice, runtime=slice_ns)
+    failed: int = ctypes.CDLL(None).syscall(number, 0, ctypes.byref(attr), 0)
+    return not failed

@@ -83,7 +83,7 @@ class Processes:
         ready_file.unlink(missing_ok=True)
         line = [sys.executable, "-m", module, *arguments, "--ready-file", str(ready_file)]
         env = {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "passive"}
-        child = Child(name, await start_child(line, log, env), log, ready_file)
+        child = Child(name, await start_child(line, log, env, own_session=False), log, ready_file)
         self._children.append(child)
         return child
 

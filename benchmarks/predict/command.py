@@ -57,7 +57,7 @@ def case(name: str, console: Console) -> Case:
     """2P2D of one model; a random one is made at first use."""
     model_dir = resolve_model(EMBEDDED_MODEL) if name == "embedded" else made_model(console, "82m", MODEL_OPTIONS)
     scale, rate = MODELS[name]
-    alone, many = calibration(scale, _LONGEST)
+    alone, many = calibration(scale, _LONGEST, rate)
     shape = json_format.loads((model_dir / "config.json").read_text())
     model = {
         "layers": shape["num_hidden_layers"],

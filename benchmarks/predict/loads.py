@@ -46,11 +46,12 @@ class Load:
         return Shape(concurrency=self.num_clients or None, rate=self.rate or None)
 
 
-def calibration(scale: float, longest: int) -> tuple[Load, Load]:
-    """One request at a time, which shows what is beside the steps; and many, of all kinds of steps."""
-    mixed = Lengths(0.1 * longest, 0.6), Lengths(40, 0.5)
-    alone = Load("alone", round(24 * scale), *mixed, num_clients=1)
-    return alone, Load("many", round(90 * scale), *mixed, num_clients=8)
+def calibration(scale: float, longest: int, rate: float) -> tuple[Load, Load]:
+    """One request at a time, which shows what is beside the steps; and many, that come at once and end one after the
+    other, so that steps of all sizes are seen beside many others, beside few and beside none."""
+    mixed = Lengths(0.1 * longest, 1.0), Lengths(40, 0.8)
+    alone = Load("alone", round(32 * scale), *mixed, num_clients=1)
+    return alone, Load("bursts of 16", round(6 * scale) * 16, *mixed, burst=16, every_s=16 / (0.5 * rate))
 
 
 def predicted(scale: float, longest: int, rate: float) -> Sequence[Load]:

@@ -13,7 +13,7 @@ from benchmarks.predict.loads import Load
 from benchmarks.predict.real import ClusterSpec, Run, running, steps_of
 from benchmarks.predict.simulated import GOALS, Figures, Recorded, figures_of, is_met, off, outcomes
 from tandem.core.config_tree import build
-from tandem.sim.calibrate import Fit, Step, fit_shared, spec_of, vars_of
+from tandem.sim.calibrate import Fit, Step, cores_tree, fit_shared, spec_of, tree_of
 from tandem.sim.scenario import Scenario
 from tandem.sim.shape import WorldShape
 
@@ -79,12 +79,12 @@ def content(
 def scenario_tree(case: Case, found: Fit | None, alone: Run, steps: Sequence[Step]) -> dict[str, Any]:
     """The keys of a scenario of this cluster."""
     message_s, handoff_s = network(alone, steps)
-    fitted = vars_of(spec_of(found.times)) if found is not None else dict(case.times or {})
+    fitted = tree_of(spec_of(found.times)) if found is not None else dict(case.times or {})
     return {
         **case.scenario,
         "times": "fitted",
         "fitted": fitted,
-        "cores": {"speeds": list(found.speeds) if found is not None else []},
+        "cores": cores_tree(found.slowdowns) if found is not None and found.slowdowns is not None else {},
         "network": {"message_us": message_s * 1e6, "latency_us": handoff_s * 1e6, "gb_per_s": _GB_PER_S},
     }
 

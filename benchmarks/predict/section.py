@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.predict.simulated import GOALS
 from benchmarks.text import wrapped
 
-FORMAT = "tandem-predict/2"
+FORMAT = "tandem-predict/3"
 COMMAND = "`python -m benchmarks predict`"
 PLOT = Path("docs/figures/predict.svg")
 
@@ -43,13 +43,12 @@ def section(content: dict[str, Any]) -> Iterator[str]:
 def _model(name: str, model: dict[str, Any]) -> Iterator[str]:
     machine, num, loads = model["machine"], model["num_of_each"], model["loads"]
     num_met = sum(figure["is_met"] for load in loads for figure in load["figures"].values())
-    speeds = ", ".join(f"{speed:.2f}" for speed in model["scenario"]["cores"]["speeds"])
     fit = model["fit"]
     yield ""
     known = "Simulated engines, whose steps take known times"
     fitted = known if fit is None else (
         f"Half of {fit['num']:,} steps are within {fit['median_off']:.1%} of the fit, nine of ten within "
-        f"{fit['p90_off']:.1%}; a step's speed while 1, 2, … workers compute is {speeds}"
+        f"{fit['p90_off']:.1%}. {_slowdowns(model['scenario']['cores'])}"
     )  # fmt: skip
     yield from wrapped(
         f"{num}P{num}D, model {name}, {machine['cpu']}, {machine['num_cores']} cores, {model['date'][:10]}, sources "
@@ -64,6 +63,15 @@ def _model(name: str, model: dict[str, Any]) -> Iterator[str]:
             cells = (_cell(load["figures"][name]) for name in GOALS)
             suffix = ", fitted to" if kind == "calibration" and number < num_fitted else ""
             yield f"| {load['load']}{suffix} | {len(load['measured'])} | {' | '.join(cells)} |"
+
+
+def _slowdowns(cores: dict[str, dict[str, float]]) -> str:
+    prompts, decode = cores["prompts"], cores["decode"]
+    return (
+        f"A step of prompts takes {prompts['prompts']:.0%} longer beside each other one, and {prompts['decode']:.0%} "
+        f"beside each that generates; one that generates {decode['prompts']:.0%} beside each of prompts, and "
+        f"{decode['decode']:.0%} beside each other"
+    )
 
 
 def _cell(figure: dict[str, Any]) -> str:

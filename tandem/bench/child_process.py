@@ -1,4 +1,4 @@
-"""Processes that a measurement starts: each in a session of its own, with a log, and ended whatever happens: also when
+"""Processes that a measurement starts: each in a group of its own, with a log, and ended whatever happens: also when
 the measurement is killed."""
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ _NO_API_KEYS = {"TANDEM_API_KEYS": ""}
 _SHOWN_LINES = 15
 
 
-async def start_child(argv: Sequence[str], log: Path, env: Mapping[str, str]) -> asyncio.subprocess.Process:
-    """In a session of its own: Ctrl-C at the terminal is ours alone, and what it leaves behind can be ended. It gets
+async def start_child(
+    argv: Sequence[str], log: Path, env: Mapping[str, str], *, own_session: bool = True
+) -> asyncio.subprocess.Process:
+    """In a group of its own: Ctrl-C at the terminal is ours alone, and what it leaves behind can be ended. It gets
     SIGTERM when the thread that has started it ends, as it does with this process.
 
     Args:
         env: over the environment of this process, from which it has all but API keys.
+        own_session: as a server has that runs beside its clients. Linux shares the cores among sessions ("autogroup",
+            sched(7)), so processes of one cluster are to be in one.
     """
     with log.open("wb") as output:
         return await asyncio.create_subprocess_exec(
@@ -33,7 +37,7 @@ async def start_child(argv: Sequence[str], log: Path, env: Mapping[str, str]) ->
             stdout=output,
             stderr=asyncio.subprocess.STDOUT,
             env={**os.environ, **_NO_API_KEYS, **env},
-            start_new_session=True,
+            start_new_session=own_session,
         )
 
 

@@ -154,7 +154,8 @@ def _typed(value: Any, hint: Any, path: str) -> Any:
     if typing.get_origin(hint) is tuple:
         of = typing.get_args(hint)[0]
         if not isinstance(value, (list, tuple)) or (of is str and not all(isinstance(v, str) for v in value)):
-            raise ConfigError(f"{path} must be a list of {_LIST_WORDS.get(of, 'sections')}, not {value!r}", key=path)
+            words = "lists" if typing.get_origin(of) is tuple else _LIST_WORDS.get(of, "sections")
+            raise ConfigError(f"{path} must be a list of {words}, not {value!r}", key=path)
         return tuple(_typed(each, of, f"{path}[{number}]") for number, each in enumerate(value))
     if dataclasses.is_dataclass(hint):
         return _build(typing.cast(type, hint), value, path, typing.cast(type, hint))

@@ -6,6 +6,7 @@ All models see the same terms of a step (`Terms`), and so a measured one can be 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -90,9 +91,27 @@ class StepTimes(Protocol):
     def seconds(self, terms: Terms) -> float: ...
 
 
+Points = tuple[tuple[float, float], ...]
+"""Numbers, which grow, and the seconds that so many add: between two of them, and from none to the first, as a line;
+beyond the last as between the last two."""
+
+
+def at_points(points: Points, number: float) -> float:
+    """Seconds that so many add. There is a point."""
+    right = min(bisect_left(points, (number,)), len(points) - 1)
+    left_number, left_s = points[right - 1] if right else (0.0, 0.0)
+    right_number, right_s = points[right]
+    return left_s + (right_s - left_s) * (number - left_number) / (right_number - left_number)
+
+
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A sum of seconds: for the step, and for each of its terms. What `of_row` adds is beside `of_token`."""
+    """A sum of seconds: for the step, and for each of its terms. What `of_row` adds is beside `of_token`.
+
+    Attributes:
+        of_rows: of sequences that generate, with their tokens; none: `of_token` and `of_row` say it.
+        of_prompts: of tokens of prompts; none: `of_token` says it.
+    """
 
     base_s: float
     of_token_s: float = 0.0
@@ -100,15 +119,14 @@ class Fitted:
     of_read_s: float = 0.0
     of_pair_s: float = 0.0
     windows: Windows = NO_WINDOWS
+    of_rows: Points = ()
+    of_prompts: Points = ()
 
     def seconds(self, terms: Terms) -> float:
-        return (
-            self.base_s
-            + self.of_token_s * terms.num_tokens
-            + self.of_row_s * terms.num_rows
-            + self.of_read_s * terms.num_read
-            + self.of_pair_s * terms.num_pairs
-        )
+        num_rows, num_of_prompts = terms.num_rows, terms.num_tokens - terms.num_rows
+        rows_s = at_points(self.of_rows, num_rows) if self.of_rows else (self.of_token_s + self.of_row_s) * num_rows
+        prompts_s = at_points(self.of_prompts, num_of_prompts) if self.of_prompts else self.of_token_s * num_of_prompts
+        return self.base_s + rows_s + prompts_s + self.of_read_s * terms.num_read + self.of_pair_s * terms.num_pairs
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,8 +132,36 @@ class FittedSpec:
     row_us: float = key(0.0, "Of each sequence that generates, beside its token; below 0: such a token costs less.")
     read_ns: float = key(0.0, "Of each token of context that is read.", minimum=0)
     pair_ns: float = key(0.0, "Of each pair of a computed token and one that it attends to.", minimum=0)
+    rows_ms: tuple[tuple[float, ...], ...] = key(
+        (), "What sequences that generate add, with their tokens: pairs of a number of them and the ms of so many, "
+        "between which it is a line. Empty: token_us and row_us say it."
+    )  # fmt: skip
+    prompts_ms: tuple[tuple[float, ...], ...] = key(
+        (), "What tokens of prompts add: pairs of a number of them and the ms of so many. Empty: token_us says it."
+    )
+
+    @property
+    def times(self) -> Fitted:
+        """Of a model without windows."""
+        of_rows, of_prompts = (
+            tuple((number, ms * 1e-3) for number, ms in pairs) for pairs in (self.rows_ms, self.prompts_ms)
+        )
+        return Fitted(
+            self.base_ms * 1e-3, self.token_us * 1e-6, self.row_us * 1e-6, self.read_ns * 1e-9, self.pair_ns * 1e-9,
+            of_rows=of_rows, of_prompts=of_prompts,
+        )  # fmt: skip
 
     def __post_init__(self) -> None:
+        for name in ("rows_ms", "prompts_ms"):
+            before = (0.0, 0.0)
+            for pair in getattr(self, name):
+                if len(pair) != 2 or pair[0] <= before[0] or pair[1] < before[1]:
+                    raise ConfigError(
+                        f"fitted.{name} has {list(pair)} behind {list(before)}; each must be a number and its ms, both "
+                        "more than those before it (the ms may be the same)",
+                        key=f"fitted.{name}",
+                    )
+                before = pair[0], pair[1]
         if self.token_us + self.row_us < -1e-9:
             raise ConfigError(
                 f"a token that is generated would take {self.token_us + self.row_us:g} us; raise row_us",
@@ -261,15 +289,7 @@ class TimeModel:
             return read_table(Path(self.table))
         model = self.model
         if self.times == "fitted":
-            fitted = self.fitted
-            return Fitted(
-                fitted.base_ms * 1e-3,
-                fitted.token_us * 1e-6,
-                fitted.row_us * 1e-6,
-                fitted.read_ns * 1e-9,
-                fitted.pair_ns * 1e-9,
-                model.windows,
-            )
+            return replace(self.fitted.times, windows=model.windows)
         size = ModelSize(
             model.parameters, self._weight_bytes, self._token_bytes, model.layers, model.hidden_size, model.windows
         )

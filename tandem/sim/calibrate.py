@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,20 +18,24 @@ from rich.table import Table
 
 from tandem.core.config_tree import build
 from tandem.core.errors import ConfigError
-from tandem.core.step_times import Fitted, Terms
+from tandem.core.step_times import Fitted, Points, Terms
 from tandem.core.time_model import FittedSpec, ModelSpec
 from tandem.core.windows import NO_WINDOWS, Windows
+from tandem.sim.cores import Beside, Kind, Slowdowns
 from tandem.worker.step_log import COLUMNS, MODEL, SUFFIX, model_keys
 
 # Steps that took so many times as long as the others like them were held up by something else: a first use of memory,
 # another process. They are not of the model.
 _OUTLIER = 3.0
 _ROUNDS = 6
-# Of terms and speeds in turn: each is found from the other.
+# Of terms and slowdowns in turn: each is found from the other.
 _SHARED_ROUNDS = 40
 _FEWEST = 20
-# Steps' worth of time while so many workers compute, without which nothing is said of that number.
-_FEWEST_AT_ONCE = 3.0
+# Between these a step's time is a line: a processor reads weights once for some rows, and has sums to spare meanwhile.
+_ROW_KNOTS = 1, 2, 4, 8, 16, 32, 64, 128
+_PROMPT_KNOTS = 16, 64, 256, 1024, 4096
+# Steps' worth of time alone, without which nothing is said of what others take from it.
+_FEWEST_ALONE = 3.0
 
 _Numbers = npt.NDArray[np.float64]
 
@@ -54,8 +59,7 @@ class Fit:
         median_off, p90_off: of the steps' times, relative.
         total_off: of the sum of them all.
         num_left_out: steps that took several times what the model says.
-        speeds: while 1, 2, … workers compute, of a host's that share its cores; none: each has its own. As many as were
-            seen at once; of more a scenario says that they share what is left.
+        slowdowns: beside others, of workers that share a host's cores; `None`: each has its own.
     """
 
     times: Fitted
@@ -64,7 +68,7 @@ class Fit:
     median_off: float
     p90_off: float
     total_off: float
-    speeds: tuple[float, ...] = ()
+    slowdowns: Slowdowns | None = None
 
 
 def read_steps(paths: Iterable[Path]) -> list[Step]:
@@ -112,9 +116,12 @@ def fit(steps: Sequence[Step], *, outlier: float = _OUTLIER) -> Fit:
     if len(steps) < _FEWEST:
         raise ConfigError(f"{len(steps)} steps are too few to fit a model to; take {_FEWEST} or more, of several loads")
     # Tokens of prompts and generated ones each have their own: the latter may cost less, not less than nothing.
-    matrix = np.array(
-        [(1.0, t.num_tokens - t.num_rows, t.num_rows, t.num_read, t.num_pairs) for t in (s.terms for s in steps)]
-    )
+    num_rows = np.array([step.terms.num_rows for step in steps])
+    num_of_prompts = np.array([step.terms.num_tokens for step in steps]) - num_rows
+    row_knots, prompt_knots = _knots(num_rows, _ROW_KNOTS), _knots(num_of_prompts, _PROMPT_KNOTS)
+    rest = np.array([(step.terms.num_read, step.terms.num_pairs) for step in steps])
+    hinges = _hinges(num_rows, row_knots), _hinges(num_of_prompts, prompt_knots)
+    matrix = np.column_stack((np.ones(len(steps)), *hinges, rest))
     seconds = np.array([step.seconds for step in steps])
     taken = np.ones(len(steps), dtype=bool)
     said = seconds
@@ -123,63 +130,125 @@ def fit(steps: Sequence[Step], *, outlier: float = _OUTLIER) -> Fit:
         said = np.maximum(matrix @ found, 1e-12)
         ratio = seconds / said
         taken = ratio < outlier * np.median(ratio)
-    base, token, row, read, pair = (float(value) for value in found)
-    return _judged(Fitted(base, token, row - token, read, pair), steps, outlier)
+    base, read, pair = (float(found[index]) for index in (0, -2, -1))
+    of_rows, of_prompts = np.split(found[1:-2], [len(row_knots)])
+    times = Fitted(
+        base, of_read_s=read, of_pair_s=pair, of_rows=_points(row_knots, of_rows),
+        of_prompts=_points(prompt_knots, of_prompts),
+    )  # fmt: skip
+    return _judged(times, steps, outlier)
 
 
-def fit_shared(steps: Sequence[Step]) -> Fit:
-    """As `fit`, of workers that share one host's cores; and how fast a step is while so many of them compute. Its
-    terms are of a step that is alone. What is off is told of the steps' times at these speeds. None is left out:
-    that a step waits for a core is what is looked for.
-
-    Raises:
-        ConfigError: there are too few steps, or hardly any while no other worker computed.
-    """
-    shares = seconds_by_busy(steps)
-    by_busy = shares / shares.sum(axis=1, keepdims=True)
-    is_seen = by_busy.sum(axis=0) >= _FEWEST_AT_ONCE
-    if len(steps) >= _FEWEST and not is_seen[0]:
-        raise ConfigError("hardly any step was taken while no other worker computed; add a load of one client")
-    seen = np.flatnonzero(is_seen)
-    speeds = np.ones(shares.shape[1])
-    for _ in range(_SHARED_ROUNDS):
-        own_s = shares @ speeds
-        found = fit([replace(step, seconds=own) for step, own in zip(steps, own_s, strict=True)], outlier=math.inf)
-        said_s = np.array([found.times.seconds(step.terms) for step in steps])
-        # Of the steps by how many computed meanwhile, what they say is in sum what they took, at these speeds.
-        left_s = said_s - shares[:, ~is_seen] @ speeds[~is_seen]
-        of_seen = by_busy[:, seen].T
-        relative = np.linalg.lstsq(of_seen @ shares[:, seen], of_seen @ left_s, rcond=None)[0]
-        speeds = _of_each(seen, _falling(relative / relative[0]), len(speeds))
-    return replace(found, speeds=tuple(float(speed) for speed in speeds[: seen[-1] + 1]))
+def _knots(numbers: npt.NDArray[np.int_], knots: Sequence[int]) -> list[float]:
+    """Those behind which there are steps enough to tell of a line of its own, and behind them where the last one ends:
+    at the largest number."""
+    last = max(1, int(numbers.max()))
+    inner = [knot for knot in knots if knot < last and (numbers > knot).sum() >= _FEWEST]
+    return [*map(float, inner), float(last)]
 
 
-def _falling(speeds: _Numbers) -> _Numbers:
-    """None is above the one before, or so low that a step would not end."""
-    return np.maximum(np.minimum.accumulate(speeds), 0.01)
-
-
-def _of_each(seen: npt.NDArray[np.intp], speeds: _Numbers, num: int) -> _Numbers:
-    """[num]: of a number that no step tells of it is on the line between its neighbours; more share what is left."""
-    numbers = np.arange(num)
-    found: _Numbers = np.interp(numbers, seen, speeds) * np.minimum(1.0, (seen[-1] + 1) / (numbers + 1))
+def _hinges(numbers: npt.NDArray[np.int_], knots: Sequence[float]) -> _Numbers:
+    """[num_steps, num_knots]: how much of each number lies between a knot and the one before it; the last one's line
+    goes on."""
+    before = np.array((0.0, *knots[:-1]))
+    lengths = np.array((*np.diff((0.0, *knots[:-1])), np.inf))
+    found: _Numbers = np.clip(numbers[:, None] - before, 0.0, lengths)
     return found
 
 
-def seconds_by_busy(steps: Sequence[Step]) -> _Numbers:
-    """[num_steps, num_workers]: of each step the seconds in which 1, 2, … workers were computing."""
+def _points(knots: Sequence[float], slopes: _Numbers) -> Points:
+    ends_s = np.cumsum(slopes * np.diff((0.0, *knots)))
+    return tuple((knot, float(end_s)) for knot, end_s in zip(knots, ends_s, strict=True))
+
+
+def fit_shared(steps: Sequence[Step]) -> Fit:
+    """As `fit`, of workers that share one host's cores; and how much longer a step takes beside others. Its terms are
+    of a step that is alone. What is off is told of the steps' times alone. None is left out: that a step waits for a
+    core is what is looked for.
+
+    Raises:
+        ConfigError: there are too few steps, or hardly any of a kind while no other worker computed.
+    """
+    spent_s, generates = seconds_by_state(steps), _generate(steps)
+    if len(steps) >= _FEWEST:
+        _require_alone(spent_s, generates)
+    slowdowns = Slowdowns(Beside(), Beside())
+    for _ in range(_SHARED_ROUNDS):
+        own_s = _own_seconds(spent_s, generates, slowdowns)
+        found = fit([replace(step, seconds=own) for step, own in zip(steps, own_s, strict=True)], outlier=math.inf)
+        alone_s = np.array([found.times.seconds(step.terms) for step in steps])
+        of_kind = {
+            kind: _slowdown(kind, spent_s[rows], alone_s[rows])
+            for kind, rows in ((Kind.PROMPTS, ~generates), (Kind.DECODE, generates))
+        }
+        slowdowns = Slowdowns(of_kind[Kind.PROMPTS], of_kind[Kind.DECODE])
+    return replace(found, slowdowns=slowdowns)
+
+
+def _require_alone(spent_s: _Numbers, generates: npt.NDArray[np.bool_]) -> None:
+    """Steps of each kind that there is must have been alone, now and then."""
+    for rows, state, what in ((~generates, (1, 0), "computes prompts"), (generates, (0, 1), "generates")):
+        of_kind = spent_s[rows]
+        if len(of_kind) and (of_kind[:, *state] / of_kind.sum(axis=(1, 2))).sum() < _FEWEST_ALONE:
+            raise ConfigError(
+                f"hardly any step that {what} was taken while no other worker computed; add a load of one client"
+            )
+
+
+def _slowdown(kind: Kind, spent_s: _Numbers, alone_s: _Numbers) -> Beside:
+    """With which steps that take so long alone took what they did, relative to that."""
+    if not len(alone_s):
+        return Beside()
+    others = np.indices(spent_s.shape[1:]).reshape(2, -1) - np.array([[kind is Kind.PROMPTS], [kind is Kind.DECODE]])
+    seconds = spent_s.sum(axis=(1, 2))
+    num_beside = spent_s.reshape(len(spent_s), -1) @ np.maximum(others, 0).T / seconds[:, None]
+    found = _not_negative(num_beside, seconds / alone_s - 1)
+    return Beside(float(found[0]), float(found[1]))
+
+
+def _generate(steps: Sequence[Step]) -> npt.NDArray[np.bool_]:
+    """[num_steps]: which are of this kind."""
+    return np.array([Kind.of(step.terms.num_rows) is Kind.DECODE for step in steps])
+
+
+def own_seconds(steps: Sequence[Step], slowdowns: Slowdowns) -> _Numbers:
+    """[num_steps]: that each would have taken alone."""
+    return _own_seconds(seconds_by_state(steps), _generate(steps), slowdowns)
+
+
+def _own_seconds(spent_s: _Numbers, generates: npt.NDArray[np.bool_], slowdowns: Slowdowns) -> _Numbers:
+    found = np.zeros(len(spent_s))
+    for num_prompts, num_decode in np.ndindex(*spent_s.shape[1:]):
+        for kind, num, rows in ((Kind.PROMPTS, num_prompts, ~generates), (Kind.DECODE, num_decode, generates)):
+            if num:
+                found[rows] += spent_s[rows, num_prompts, num_decode] / slowdowns.of(kind, num_prompts, num_decode)
+    return found
+
+
+def seconds_by_state(steps: Sequence[Step]) -> _Numbers:
+    """[num_steps, num_prompts + 1, num_decode + 1]: of each step the seconds in which so many steps of prompts, and so
+    many that generate, were under way, itself among them; for as many of both as there are workers that took such."""
     began_s = np.array([step.began_s for step in steps])
     ended_s = began_s + np.array([step.seconds for step in steps])
     moments = np.concatenate((began_s, ended_s))
     order = np.argsort(moments, kind="stable")
     moments = moments[order]
-    num_busy = np.cumsum(np.repeat((1, -1), len(steps))[order])
+    generates = _generate(steps)
+    under_way = [
+        np.cumsum(np.concatenate((is_kind, -is_kind.astype(int)))[order])[:-1] for is_kind in (~generates, generates)
+    ]
+    num_workers = [
+        len({step.worker for step, is_of_kind in zip(steps, is_kind, strict=True) if is_of_kind})
+        for is_kind in (~generates, generates)
+    ]
     gaps_s = np.diff(moments)
-    found = []
-    for number in range(1, len({step.worker for step in steps}) + 1):
-        before_s = np.concatenate(((0.0,), np.cumsum(gaps_s * (num_busy[:-1] == number))))
-        found.append(before_s[np.searchsorted(moments, ended_s)] - before_s[np.searchsorted(moments, began_s)])
-    return np.stack(found, axis=1)
+    begin, end = np.searchsorted(moments, began_s), np.searchsorted(moments, ended_s)
+    found = np.empty((len(steps), num_workers[0] + 1, num_workers[1] + 1))
+    for num_prompts, num_decode in np.ndindex(*found.shape[1:]):
+        is_so = (under_way[0] == num_prompts) & (under_way[1] == num_decode)
+        before_s = np.concatenate(((0.0,), np.cumsum(gaps_s * is_so)))
+        found[:, num_prompts, num_decode] = before_s[end] - before_s[begin]
+    return found
 
 
 def _not_negative(matrix: _Numbers, wanted: _Numbers) -> _Numbers:
@@ -215,6 +284,7 @@ def spec_of(times: Fitted) -> FittedSpec:
     return FittedSpec(
         base_ms=times.base_s * 1e3, token_us=times.of_token_s * 1e6, row_us=times.of_row_s * 1e6,
         read_ns=times.of_read_s * 1e9, pair_ns=times.of_pair_s * 1e9,
+        rows_ms=_in_ms(times.of_rows), prompts_ms=_in_ms(times.of_prompts),
     )  # fmt: skip
 
 
@@ -226,16 +296,14 @@ def run(paths: Sequence[Path], out: Path | None, *, shared_cores: bool = False) 
     spec = spec_of(found.times)
     tree: dict[str, object] = {
         "times": "fitted",
-        "fitted": {name: float(f"{value:.6g}") for name, value in vars_of(spec).items()},
+        "fitted": tree_of(spec),
     }
     if windows.window:
         tree["model"] = model_keys(windows)
-    if shared_cores:
-        tree["cores"] = {"speeds": [float(f"{speed:.4g}") for speed in found.speeds]}
+    if found.slowdowns is not None:
+        tree["cores"] = cores_tree(found.slowdowns)
         tree["card"] = {"is_cpu": True}  # only workers on CPUs share cores
-        shares = seconds_by_busy(steps)
-        seen = np.arange(len(found.speeds))
-        own_s = shares @ _of_each(seen, np.array(found.speeds), shares.shape[1])
+        own_s = own_seconds(steps, found.slowdowns)
         steps = [replace(step, seconds=float(seconds)) for step, seconds in zip(steps, own_s, strict=True)]
     table = Table("worker", "steps", "left out", "median off", "p90 off", "sum off", box=None)
     for name in sorted({step.worker for step in steps}):
@@ -256,6 +324,15 @@ def run(paths: Sequence[Path], out: Path | None, *, shared_cores: bool = False) 
     return 0
 
 
+def cores_tree(slowdowns: Slowdowns) -> dict[str, dict[str, float]]:
+    """`cores` of a scenario."""
+    of_kind = {kind.value: getattr(slowdowns, kind.value) for kind in Kind}
+    return {
+        name: {"prompts": float(f"{beside.prompts:.4g}"), "decode": float(f"{beside.decode:.4g}")}
+        for name, beside in of_kind.items()
+    }
+
+
 def _windows_of(steps: Sequence[Step]) -> Windows:
     """Those of all. Raises `ConfigError` where they differ: a sum fits one model's steps."""
     by_windows = {step.windows: step.worker for step in steps}
@@ -265,9 +342,20 @@ def _windows_of(steps: Sequence[Step]) -> Windows:
     return next(iter(by_windows), NO_WINDOWS)
 
 
-def vars_of(spec: FittedSpec) -> dict[str, float]:
-    """Its keys and values."""
-    return {name: getattr(spec, name) for name in FittedSpec.__dataclass_fields__}
+def _in_ms(points: Points) -> Points:
+    return tuple((number, seconds * 1e3) for number, seconds in points)
+
+
+def tree_of(spec: FittedSpec) -> dict[str, Any]:
+    """Its keys and values, but for those that say nothing: plain data of few digits."""
+    found: dict[str, Any] = {}
+    for name in FittedSpec.__dataclass_fields__:
+        value = getattr(spec, name)
+        if isinstance(value, float) and value:
+            found[name] = float(f"{value:.6g}")
+        elif isinstance(value, tuple) and value:
+            found[name] = [[number, float(f"{ms:.6g}")] for number, ms in value]
+    return {"base_ms": 0.0, **found}
 
 
 def _judged(times: Fitted, steps: Sequence[Step], outlier: float = _OUTLIER) -> Fit:

@@ -16,7 +16,7 @@ from router.policy.worker_load import WorkerLoad
 from tandem.core.identity import Role, WorkerKey
 from tandem.core.pages import CacheChange, PagePool
 from tandem.core.step_times import StepTimes
-from tandem.sim.cores import SharedCores
+from tandem.sim.cores import Kind, SharedCores
 from tandem.sim.job import Job
 from tandem.sim.kernel import Call, Kernel
 from tandem.sim.quiet import advance, quiet_steps, quiet_times
@@ -225,7 +225,7 @@ class Machine:
             self.work.num_chunk_tokens += batch.num_chunk_tokens
             self.work.chunk_s += seconds
         if self._cores is not None:
-            self._cores.run(seconds, lambda: self._end_shared(batch, num_rows, seconds))
+            self._cores.run(Kind.of(num_rows), seconds, lambda: self._end_shared(batch, num_rows, seconds))
             return
         self._kernel.after(seconds if left_s is None else left_s, lambda: self._end(batch, num_rows, seconds))
 

@@ -52,7 +52,11 @@ class Status:
 
     def report(self, router: int) -> Report:
         """To this router."""
-        return replace(self.said, num_commands=self.num_commands.get(router, 0))
+        said = self.said
+        return Report(
+            said.num_active, said.num_queued_tokens, said.num_available_pages, said.num_stepping,
+            self.num_commands.get(router, 0), said.prompt_steps,
+        )  # fmt: skip
 
 
 class Listener(Protocol):

@@ -25,6 +25,7 @@ from tandem.core.layer_groups import KeptPages
 from tandem.core.time_model import GroupSpec, PoolSpec, TimeModel, beside
 from tandem.core.tokenizer import Tokenizer
 from tandem.sim.conversations import ConversationPlan, closed, drawn_conversations, recorded_conversations
+from tandem.sim.cores import Beside, Slowdowns
 from tandem.sim.faults import Death, FaultShape, SlowLink, parse_fault
 from tandem.sim.load import Arrival, Lengths, drawn, of_kinds, of_tenants, recorded
 from tandem.sim.shape import ANY_TYPE, KindShape, PoolShape, TenantShape, WorkerType, WorldShape
@@ -68,16 +69,29 @@ class NetworkSpec:
 
 
 @dataclass(frozen=True)
+class BesideSpec:
+    """What a step loses to each other one that is under way, as a share of its time alone."""
+
+    prompts: float = key(0.0, "To each other that computes prompts.", minimum=0)
+    decode: float = key(0.0, "To each other that generates.", minimum=0)
+
+    @property
+    def beside(self) -> Beside:
+        return Beside(self.prompts, self.decode)
+
+
+@dataclass(frozen=True)
 class CoresSpec:
-    """Of one host, on which all workers compute."""
+    """Of one host, on which all workers compute: how much longer steps take beside each other."""
 
-    speeds: tuple[float, ...] = key(
-        (), "Of each step while 1, 2, … workers compute; more share what is left. Empty: each has its own cores."
-    )
+    prompts: BesideSpec = field(default_factory=BesideSpec)
+    decode: BesideSpec = field(default_factory=BesideSpec)
 
-    def __post_init__(self) -> None:
-        if any(speed <= 0 for speed in self.speeds):
-            raise ConfigError(f"a step at a speed of {min(self.speeds):g} never ends; take more", key="cores.speeds")
+    @property
+    def slowdowns(self) -> Slowdowns | None:
+        """`None`: each worker has its own cores."""
+        found = Slowdowns(self.prompts.beside, self.decode.beside)
+        return found if found != Slowdowns(Beside(), Beside()) else None
 
 
 @dataclass(frozen=True)
@@ -215,7 +229,7 @@ class Scenario(TimeModel):
             ttft_s=config.slo.ttft_ms / 1000 or ttft_s,
             tpot_s=config.slo.tpot_ms / 1000 or tpot_s,
             settings=Settings(config.pools.utilisation, config.pools.shrink_delay_s),
-            speeds=self.cores.speeds,
+            slowdowns=self.cores.slowdowns,
             faults=self._faults,
             prefix_cache=config.cache.prefix_cache and any(arrival.begins_like_others for arrival in load),
             tiers=self._tiers,

@@ -11,6 +11,7 @@ from tandem.cluster.supervisor.autoscale import Range, Settings
 from tandem.core.identity import Role
 from tandem.core.step_times import StepTimes
 from tandem.core.worker_types import Power
+from tandem.sim.cores import Slowdowns
 from tandem.sim.faults import FaultShape
 from tandem.sim.tiers import TierShape
 from tandem.worker.batch import SchedulerLimits
@@ -89,7 +90,7 @@ class WorldShape:
     change_s: in which one that holds nothing changes its role.
     ttft_s, tpot_s: by when tokens are wanted.
     settings: of the law by which pools follow their load.
-    speeds: of steps while so many workers compute, where all share one host's cores; none: each has its own.
+    slowdowns: of steps beside others, where all workers share one host's cores; `None`: each has its own.
     faults: who dies when, and which ways become slow.
     prefix_cache: workers keep pages of prompts, and requests go where theirs are.
     tiers: that each worker has below its pool, where `prefix_cache`; `None`: none.
@@ -122,7 +123,7 @@ class WorldShape:
     ttft_s: float = 1.0
     tpot_s: float = 0.05
     settings: Settings = field(default_factory=Settings)
-    speeds: tuple[float, ...] = ()
+    slowdowns: Slowdowns | None = None
     faults: FaultShape = field(default_factory=FaultShape)
     prefix_cache: bool = False
     tiers: TierShape | None = None

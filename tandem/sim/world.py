@@ -87,7 +87,7 @@ class World:
 
     def __post_init__(self) -> None:
         shape = self.shape
-        self._cores = SharedCores(self.kernel, shape.speeds) if shape.speeds else None
+        self._cores = SharedCores(self.kernel, shape.slowdowns) if shape.slowdowns is not None else None
         self._page_names = PageNames(shape.layout.page_size) if shape.prefix_cache else None
         self.routers = tuple(Router(number, shape, self.kernel, self) for number in range(shape.num_routers))
         self._whom = random.Random(f"{shape.seed}:routers")

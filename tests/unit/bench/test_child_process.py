@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -54,3 +55,20 @@ async def test_a_program_that_is_not_there_is_said_in_its_log(tmp_path: Path) ->
     assert await child.wait() == 1
     await stop_child(child)
     assert "none cannot be started: No such file or directory" in log_tail(tmp_path / "log")
+
+
+@pytest.mark.parametrize("own_session", [True, False])
+async def test_each_leads_a_group_by_which_all_of_it_is_ended(own_session: bool, tmp_path: Path) -> None:
+    runs, heir = tmp_path / "runs", tmp_path / "heir"
+    parent = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+    program = "import os, pathlib, sys; pathlib.Path(sys.argv[2]).write_text(str(os.getpid()));" + CHILD
+    child = await start_child(
+        [sys.executable, "-c", parent, program, str(runs), str(heir)], tmp_path / "log", {}, own_session=own_session
+    )
+    wait_until(runs.exists, "the start of the child", 20)
+    assert os.getpgid(child.pid) == child.pid
+    assert (os.getsid(child.pid) == os.getsid(0)) is not own_session
+    left = psutil.Process(int(heir.read_text()))
+    await stop_child(child)
+    psutil.wait_procs([left], timeout=20)
+    assert not left.is_running()

@@ -73,7 +73,7 @@ def test_a_figure_is_met_within_its_goal_or_the_spread_of_the_runs() -> None:
 
 
 def test_loads_differ_and_those_that_are_asked_about_are_not_fitted_to() -> None:
-    loads = [*calibration(1.0, 1000), *predicted(1.0, 1000, 3.0)]
+    loads = [*calibration(1.0, 1000, 3.0), *predicted(1.0, 1000, 3.0)]
     assert len({load.name for load in loads}) == len(loads) == 7
     assert {load.shape.name for load in loads} == {"closed", "poisson", "trace"}
     for load in loads:

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tandem.core.config_tree import build
 from tandem.core.errors import ConfigError
 from tandem.core.step_table import read_table
 from tandem.core.step_times import Fitted, Terms
-from tandem.core.time_model import read_time_model
+from tandem.core.time_model import FittedSpec, read_time_model
 from tandem.sim.scenario import read_scenario
 
 HEAD = "rows,prompt_tokens,context,ms\n"
@@ -85,3 +86,25 @@ def test_a_scenario_and_a_simulated_engine_find_it_beside_their_file(tmp_path: P
     file.write_text("times: table\n")
     with pytest.raises(ConfigError, match="name its file"):
         read_scenario(file)
+
+
+def test_what_rows_and_prompts_add_is_on_lines_between_points() -> None:
+    times = Fitted(1.0, of_rows=((1.0, 0.5), (4.0, 0.8), (8.0, 2.0)), of_prompts=((100.0, 10.0),))
+    assert [times.seconds(Terms(rows, rows, 0.0, 0.0)) for rows in (0, 1, 2, 4, 8, 10)] == pytest.approx(
+        [1.0, 1.5, 1.6, 1.8, 3.0, 3.6]
+    )
+    assert times.seconds(Terms(251, 1, 0.0, 0.0)) == pytest.approx(1.0 + 0.5 + 25.0), "a token of a row is in its row"
+
+
+@pytest.mark.parametrize(
+    ("points", "named"),
+    [
+        ([[1, 2.0, 3.0]], r"fitted.rows_ms has \[1.0, 2.0, 3.0\]"),
+        ([[0, 2.0]], r"behind \[0.0, 0.0\]"),
+        ([[4, 2.0], [2, 3.0]], r"has \[2.0, 3.0\] behind \[4.0, 2.0\]"),
+        ([[4, 2.0], [8, 1.0]], r"has \[8.0, 1.0\] behind \[4.0, 2.0\]"),
+    ],
+)
+def test_points_that_are_no_line_are_named(points: list[list[float]], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        build(FittedSpec, {"rows_ms": points})

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.cli import main
+from tandem.core.config_tree import build
 from tandem.core.errors import ConfigError
 from tandem.core.step_times import Fitted, Terms
-from tandem.core.time_model import read_time_model
+from tandem.core.time_model import FittedSpec, read_time_model
 from tandem.core.windows import Windows
-from tandem.sim.calibrate import Step, fit, fit_shared, read_steps, run, seconds_by_busy
-from tandem.sim.cores import SharedCores
+from tandem.sim.calibrate import Step, fit, fit_shared, read_steps, run, seconds_by_state, spec_of, tree_of
+from tandem.sim.cores import Beside, Kind, SharedCores, Slowdowns
 from tandem.sim.kernel import Kernel
 from tandem.sim.scenario import read_scenario
 from tandem.worker.step_log import SUFFIX, StepLog
@@ -24,8 +27,9 @@ from tandem.worker.step_log import SUFFIX, StepLog
 TRUE = Fitted(0.004, of_token_s=2e-5, of_row_s=1e-5, of_read_s=3e-8, of_pair_s=1e-9)
 
 
-def terms(rng: random.Random) -> Terms:
+def terms(rng: random.Random, kind: Kind | None = None) -> Terms:
     rows, context, chunk = rng.randrange(64), rng.randrange(1, 8000), rng.choice((0, 0, 128, 512))
+    rows = {None: rows, Kind.PROMPTS: 0, Kind.DECODE: max(1, rows)}[kind]
     pairs = rows * context + chunk * (chunk + 1) / 2
     return Terms(max(1, rows + chunk), rows, rows * context + chunk, pairs)
 
@@ -51,6 +55,26 @@ def test_what_steps_were_made_of_is_found(base: float, token: float, row: float,
         assert found.times.seconds(one) == pytest.approx(true.seconds(one), rel=0.02)
 
 
+def test_rows_that_cost_hardly_more_than_one_and_prompts_that_fill_a_processor_have_lines_of_their_own() -> None:
+    true = Fitted(
+        0.001, of_read_s=1e-8, of_rows=((1, 0.010), (4, 0.011), (32, 0.040)), of_prompts=((16, 0.020), (512, 0.3))
+    )
+    rng, steps = random.Random(3), list[Step]()
+    for _ in range(600):
+        rows, chunk = rng.choice(((rng.randint(1, 40), 0), (0, rng.randint(1, 700)), (rng.randint(1, 8), 64)))
+        one = Terms(rows + chunk, rows, rng.uniform(100, 900) * rows + chunk, 0.0)
+        steps.append(Step("decode-0", one, true.seconds(one)))
+    found = fit(steps)
+    assert found.p90_off < 0.01
+    for rows, chunk in ((1, 0), (2, 0), (4, 0), (20, 0), (60, 0), (0, 10), (0, 300), (0, 2000), (3, 64)):
+        one = Terms(rows + chunk, rows, 500.0 * rows + chunk, 0.0)
+        assert found.times.seconds(one) == pytest.approx(true.seconds(one), rel=0.03)
+    again = build(FittedSpec, tree_of(spec_of(found.times))).times
+    assert again.seconds(Terms(20, 20, 9000.0, 9000.0)) == pytest.approx(
+        found.times.seconds(Terms(20, 20, 9000.0, 9000.0)), rel=1e-4
+    )
+
+
 def test_no_term_is_below_0_and_noise_is_told() -> None:
     found = fit(steps_of(TRUE, noise=0.2))
     assert min(found.times.base_s, found.times.of_row_s, found.times.of_read_s, found.times.of_pair_s) >= 0
@@ -66,67 +90,91 @@ def test_steps_that_something_else_held_up_are_left_out() -> None:
     assert found.times.seconds(steps[0].terms) == pytest.approx(steps[0].seconds, rel=0.02)
 
 
-def steps_on_shared_cores(speeds: tuple[float, ...], noise: float = 0.0, until_s: float = 20.0) -> list[Step]:
-    """Of as many workers as there are speeds, which rest now and then."""
+def steps_on_shared_cores(slowdowns: Slowdowns, noise: float = 0.0, until_s: float = 20.0) -> list[Step]:
+    """Of two workers that compute prompts and two that generate, which rest now and then."""
     kernel, rng, found = Kernel(0.0), random.Random(3), list[Step]()
-    cores = SharedCores(kernel, speeds)
+    cores = SharedCores(kernel, slowdowns)
 
-    def begin(worker: str) -> None:
-        one, began_s = terms(rng), kernel.now_s
+    def begin(worker: str, kind: Kind) -> None:
+        one, began_s = terms(rng, kind), kernel.now_s
 
         def end() -> None:
             found.append(Step(worker, one, kernel.now_s - began_s, began_s))
             if kernel.now_s < until_s:
-                kernel.after(rng.choice((0.0, 0.0, 0.0, 0.2)), lambda: begin(worker))
+                kernel.after(rng.choice((0.0, 0.0, 0.0, 0.2)), lambda: begin(worker, kind))
 
-        cores.run(TRUE.seconds(one) * (1 + rng.uniform(-noise, noise)), end)
+        cores.run(kind, TRUE.seconds(one) * (1 + rng.uniform(-noise, noise)), end)
 
-    for number in range(len(speeds)):
-        begin(f"decode-{number}")
+    for number in range(2):
+        begin(f"prefill-{number}", Kind.PROMPTS)
+        begin(f"decode-{number}", Kind.DECODE)
     kernel.run_all()
     return found
 
 
 @pytest.mark.long
 def test_how_workers_slow_each_other_down_is_found_beside_what_steps_take_alone() -> None:
-    speeds = 1.0, 0.9, 0.6, 0.45
-    found = fit_shared(steps_on_shared_cores(speeds, noise=0.1))
-    assert found.speeds == pytest.approx(speeds, rel=0.05)
+    """Two that generate slow each other down more than one does beside a prompt."""
+    slowdowns = Slowdowns(Beside(0.9, 0.6), Beside(0.3, 1.1))
+    found = fit_shared(steps_on_shared_cores(slowdowns, noise=0.1, until_s=80.0))
+    assert found.slowdowns is not None
+    for name in ("prompts", "decode"):
+        beside, expected = getattr(found.slowdowns, name), getattr(slowdowns, name)
+        assert (beside.prompts, beside.decode) == pytest.approx((expected.prompts, expected.decode), abs=0.1)
     rng = random.Random(2)
     for one in (terms(rng) for _ in range(50)):
-        assert found.times.seconds(one) == pytest.approx(TRUE.seconds(one), rel=0.05)
+        assert found.times.seconds(one) == pytest.approx(TRUE.seconds(one), rel=0.08)
     assert found.median_off < 0.06
 
 
-def steps_in_turn(of_each: tuple[int, ...], speeds: dict[int, float], num_workers: int) -> list[Step]:
-    """Now so many workers compute at once, now so many: all of them from the same moment to the same."""
+def steps_in_turn(together: Sequence[tuple[int, int]], slowdowns: Slowdowns) -> list[Step]:
+    """Now so many steps of prompts and so many that generate are under way at once, now so many: all of them from the
+    same moment to the same."""
     rng, found, now_s = random.Random(4), list[Step](), 0.0
-    for number in range(600):
-        num = of_each[number % len(of_each)]
-        one = terms(rng)
-        seconds = TRUE.seconds(one) / speeds[num]
-        found += [Step(f"decode-{each}", one, seconds, now_s) for each in rng.sample(range(num_workers), num)]
+    for number in range(900):
+        nums = dict(zip(Kind, together[number % len(together)], strict=True))
+        seconds = rng.uniform(0.01, 0.1)
+        for kind, num in nums.items():
+            for worker in rng.sample(range(2), num):
+                alone_s = seconds / slowdowns.of(kind, *nums.values())
+                one = Terms(round((alone_s - LINEAR.base_s) / LINEAR.of_token_s), int(kind is Kind.DECODE), 0.0, 0.0)
+                found.append(Step(f"{kind.value}-{worker}", one, seconds, now_s))
         now_s += seconds + 0.001
     return found
 
 
-@pytest.mark.long
-def test_of_numbers_of_workers_that_never_computed_at_once_nothing_is_made_up() -> None:
-    found = fit_shared(steps_in_turn((1, 2), {1: 1.0, 2: 0.6}, num_workers=4))
-    assert found.speeds == pytest.approx((1.0, 0.6), rel=0.01), "more than two share what is left"
-    found = fit_shared(steps_in_turn((1, 3), {1: 1.0, 3: 0.5}, num_workers=4))
-    assert found.speeds == pytest.approx((1.0, 0.75, 0.5), rel=0.01), "two are between one and three"
+LINEAR = Fitted(0.001, of_token_s=1e-6)
 
 
-def test_steps_of_which_none_was_alone_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no other worker computed; add a load of one client"):
-        fit_shared(steps_in_turn((2,), {2: 0.6}, num_workers=2))
+def test_beside_so_many_as_were_never_seen_each_takes_as_much_as_those_that_were() -> None:
+    """None was seen beside two others."""
+    slowdowns = Slowdowns(Beside(1.0, 0.25), Beside(0.5, 1.5))
+    found = fit_shared(steps_in_turn(((1, 0), (0, 1), (1, 1), (2, 0), (0, 2)), slowdowns)).slowdowns
+    assert found is not None
+    for kind, *nums in ((Kind.PROMPTS, 2, 2), (Kind.DECODE, 2, 2)):
+        assert found.of(kind, *nums) == pytest.approx(slowdowns.of(kind, *nums), rel=0.03)
 
 
-def test_of_each_step_the_seconds_are_counted_by_how_many_computed() -> None:
-    one = Terms(1, 1, 1, 1.0)
-    steps = [Step("a", one, 4.0, 10.0), Step("b", one, 1.0, 11.0), Step("b", one, 3.0, 13.0)]
-    assert seconds_by_busy(steps).tolist() == [[2.0, 2.0], [0.0, 1.0], [2.0, 1.0]]
+@pytest.mark.parametrize(
+    ("together", "named"),
+    [(((1, 1), (0, 1)), "computes prompts was taken while no other"), (((1, 0), (1, 1)), "that generates was taken")],
+)
+def test_steps_of_which_none_was_alone_are_refused(together: Sequence[tuple[int, int]], named: str) -> None:
+    with pytest.raises(ConfigError, match=f"hardly any step that {named.removeprefix('that ')}.*load of one client"):
+        fit_shared(steps_in_turn(together, Slowdowns(Beside(), Beside())))
+
+
+def test_of_each_step_the_seconds_are_counted_by_what_computed_meanwhile() -> None:
+    prompt, generated = Terms(1, 0, 1, 1.0), Terms(1, 1, 1, 1.0)
+    steps = [Step("a", prompt, 4.0, 10.0), Step("b", generated, 1.0, 11.0), Step("c", prompt, 3.0, 13.0)]
+    found = seconds_by_state(steps)
+    assert found.shape == (3, 3, 2)
+    assert {state: found[0][state] for state in np.ndindex(3, 2) if found[0][state]} == {
+        (1, 0): 2.0, (1, 1): 1.0, (2, 0): 1.0,
+    }  # fmt: skip
+    assert found[1, 1, 1] == 1.0
+    assert (found[2, 2, 0], found[2, 1, 0]) == (1.0, 2.0)
+    assert found.sum() == 8.0
 
 
 def test_too_few_steps_are_said() -> None:
@@ -149,19 +197,20 @@ def test_the_command_writes_what_a_scenario_reads(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.long
-def test_the_command_writes_speeds_of_shared_cores_as_a_scenario_reads_them(tmp_path: Path) -> None:
-    speeds = 1.0, 0.7
-    logs = {name: StepLog(tmp_path / "logs", name) for name in ("decode-0", "decode-1", "decode-2")}
-    last_s = 1000.0  # a third worker computes by itself
-    alone = [Step("decode-2", one.terms, one.seconds, last_s + number) for number, one in enumerate(steps_of(TRUE, 30))]
-    for step in [*steps_on_shared_cores(speeds), *alone]:
+def test_the_command_writes_what_is_lost_on_shared_cores_as_a_scenario_reads_them(tmp_path: Path) -> None:
+    slowdowns = Slowdowns(Beside(1.0, 0.5), Beside(0.25, 0.75))
+    names = "prefill-0", "prefill-1", "decode-0", "decode-1"
+    logs = {name: StepLog(tmp_path / "logs", name) for name in names}
+    for step in steps_on_shared_cores(slowdowns):
         logs[step.worker].note(step.terms, step.seconds, step.began_s)
     for log in logs.values():
         log.close()
     out = tmp_path / "times.yaml"
     assert main(["sim", "calibrate", str(tmp_path / "logs"), "--shared-cores", "--out", str(out)]) == 0
     scenario = read_scenario(out)
-    assert scenario.shape().speeds == pytest.approx(speeds, rel=0.02)
+    assert scenario.cores.prompts.prompts == pytest.approx(1.0, rel=0.05)
+    assert scenario.cores.decode.decode == pytest.approx(0.75, rel=0.05)
+    assert scenario.shape().slowdowns == scenario.cores.slowdowns
     assert scenario.card.is_cpu, "nothing else shares cores"
 
 

@@ -3,44 +3,96 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from test_world import LATENCY_S, MESSAGE_S, SHAPE, STEP_S, TOKEN_S, simulated
 
-from tandem.sim.cores import SharedCores
+from tandem.core.config_tree import build
+from tandem.core.errors import ConfigError
+from tandem.sim.cores import Beside, Kind, SharedCores, Slowdowns
 from tandem.sim.kernel import Kernel
 from tandem.sim.load import Arrival, Lengths, drawn
+from tandem.sim.scenario import CoresSpec
+
+# One core for all.
+ONE_CORE = Slowdowns(Beside(1.0, 1.0), Beside(1.0, 1.0))
 
 
 def test_a_step_is_slower_while_another_one_is_under_way() -> None:
     kernel = Kernel(0.0)
-    cores, ends_s = SharedCores(kernel, (1.0, 0.5)), dict[str, float]()
-    cores.run(1.0, lambda: ends_s.update(long=kernel.now_s))
-    kernel.at(0.5, lambda: cores.run(0.25, lambda: ends_s.update(short=kernel.now_s)))
+    cores, ends_s = SharedCores(kernel, Slowdowns(Beside(prompts=1.0), Beside())), dict[str, float]()
+    cores.run(Kind.PROMPTS, 1.0, lambda: ends_s.update(long=kernel.now_s))
+    kernel.at(0.5, lambda: cores.run(Kind.PROMPTS, 0.25, lambda: ends_s.update(short=kernel.now_s)))
     kernel.run_all()
     assert ends_s == {"short": 1.0, "long": 1.25}
 
 
-@given(st.lists(st.tuples(st.floats(0.0, 5.0), st.floats(0.001, 3.0)), min_size=1, max_size=20))
-def test_whole_cores_are_never_idle_while_there_are_steps(steps: list[tuple[float, float]]) -> None:
-    """Two cores: what is beyond one step each is shared."""
+def test_how_much_slower_depends_on_what_both_compute() -> None:
+    """Of 1 s each: a prompt loses half beside what generates, which loses a fifth; of two that generate each has a
+    quarter."""
+    slowdowns = Slowdowns(Beside(decode=1.0), Beside(prompts=0.25, decode=3.0))
     kernel = Kernel(0.0)
-    cores, ends_s = SharedCores(kernel, (1.0, 1.0)), list[float]()
-    for begin_s, work_s in steps:
-        kernel.at(begin_s, lambda work_s=work_s: cores.run(work_s, lambda: ends_s.append(kernel.now_s)))
+    cores, ends_s = SharedCores(kernel, slowdowns), dict[str, float]()
+    cores.run(Kind.PROMPTS, 1.0, lambda: ends_s.update(prompt=kernel.now_s))
+    cores.run(Kind.DECODE, 1.0, lambda: ends_s.update(decode=kernel.now_s))
     kernel.run_all()
+    assert ends_s == pytest.approx({"decode": 1.25, "prompt": 1.25 + (1 - 1.25 * 0.5)})
+    began_s = kernel.now_s
+    for name in ("one", "other"):
+        cores.run(Kind.DECODE, 1.0, lambda name=name: ends_s.update({name: kernel.now_s - began_s}))
+    kernel.run_all()
+    assert (ends_s["one"], ends_s["other"]) == pytest.approx((4.0, 4.0))
+
+
+def test_what_a_step_loses_to_others_adds_up() -> None:
+    slowdowns = Slowdowns(Beside(0.5, 0.25), Beside(0.125, 2.0))
+    assert slowdowns.of(Kind.PROMPTS, 1, 0) == 1.0
+    assert slowdowns.of(Kind.PROMPTS, 3, 1) == 1 + 2 * 0.5 + 0.25
+    assert slowdowns.of(Kind.DECODE, 0, 1) == 1.0
+    assert slowdowns.of(Kind.DECODE, 2, 3) == 1 + 2 * 0.125 + 2 * 2.0
+
+
+@pytest.mark.parametrize(
+    ("tree", "named"),
+    [
+        ({"prompts": {"decode": -0.5}}, "prompts.decode is -0.5, must be at least 0"),
+        ({"decode": {"router": 1.0}}, "unknown key decode.router"),
+        ({"decode": [1.0]}, "decode must hold keys and values"),
+    ],
+)
+def test_losses_that_cannot_be_are_named(tree: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        build(CoresSpec, tree)
+
+
+def test_where_nothing_is_lost_each_worker_has_its_own_cores() -> None:
+    assert build(CoresSpec, {"prompts": {"decode": 0.0}}).slowdowns is None
+    assert build(CoresSpec, {"prompts": {"decode": 0.5}}).slowdowns == Slowdowns(Beside(decode=0.5), Beside())
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.0, 5.0), st.floats(0.001, 3.0), st.sampled_from(Kind)), min_size=1, max_size=20)
+)
+def test_a_core_is_never_idle_while_there_are_steps(steps: list[tuple[float, float, Kind]]) -> None:
+    """One core, of which each step has its share: all are done when a queue would have done them."""
+    kernel = Kernel(0.0)
+    cores, ends_s = SharedCores(kernel, ONE_CORE), list[float]()
+    for begin_s, work_s, kind in steps:
+        run = partial(cores.run, kind, work_s, lambda: ends_s.append(kernel.now_s))
+        kernel.at(begin_s, run)
+    kernel.run_all()
+    free_s = 0.0
+    for begin_s, work_s, _ in sorted(steps, key=lambda step: step[0]):
+        free_s = max(free_s, begin_s) + work_s
     assert len(ends_s) == len(steps)
-    work_s = sum(work_s for _, work_s in steps)
-    first_s = min(begin_s for begin_s, _ in steps)
-    assert max(ends_s) >= max(begin_s + work_s for begin_s, work_s in steps) - 1e-6
-    assert max(ends_s) >= first_s + work_s / 2 - 1e-6
-    assert max(ends_s) <= max(begin_s for begin_s, _ in steps) + work_s + 1e-6
+    assert max(ends_s) == pytest.approx(free_s)
 
 
 def test_a_request_that_is_alone_takes_as_long_on_shared_cores() -> None:
-    _, (one,) = simulated(dataclasses.replace(SHAPE, speeds=(1.0, 0.5)), [Arrival(0, 5.0, 100, 11)])
+    _, (one,) = simulated(dataclasses.replace(SHAPE, slowdowns=ONE_CORE), [Arrival(0, 5.0, 100, 11)])
     assert one.ttft_s == pytest.approx(MESSAGE_S + 2 * STEP_S + 100 * TOKEN_S)
     assert one.e2e_s - one.ttft_s == pytest.approx(10 * (STEP_S + TOKEN_S) + LATENCY_S, rel=0.01)
 
@@ -49,8 +101,9 @@ def test_a_request_that_is_alone_takes_as_long_on_shared_cores() -> None:
 def test_cores_for_all_change_nothing_and_one_core_for_two_workers_does() -> None:
     arrivals = drawn(100, 15.0, Lengths(150, 0.5), Lengths(20, 0.5), seed=1)
     _, apart = simulated(SHAPE, arrivals)
-    _, enough = simulated(dataclasses.replace(SHAPE, speeds=(1.0, 1.0)), arrivals)
-    world, shared = simulated(dataclasses.replace(SHAPE, speeds=(1.0, 0.5)), arrivals)
+    nothing_lost = Slowdowns(Beside(), Beside())
+    _, enough = simulated(dataclasses.replace(SHAPE, slowdowns=nothing_lost), arrivals)
+    world, shared = simulated(dataclasses.replace(SHAPE, slowdowns=ONE_CORE), arrivals)
     assert [one.last_token_s for one in enough] == pytest.approx([one.last_token_s for one in apart])
     assert sum(one.e2e_s for one in shared) > 1.1 * sum(one.e2e_s for one in apart)
     busy_s = [machine.work.busy_s for machine in world.machines.values()]

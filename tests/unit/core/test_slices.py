@@ -2,44 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 import pytest
 
-from tandem.core import slices
 from tandem.core.slices import take_short_slices, take_usual_slices
 from tandem.worker.loop_thread import LoopThread
-
-_T = TypeVar("_T")
-_GETATTR = {"x86_64": 315, "aarch64": 275, "arm64": 275}
-
-
-def in_a_thread(call: Callable[[], _T]) -> _T:
-    """Of its own: what it says of itself ends with it."""
-    with ThreadPoolExecutor(1) as executor:
-        return executor.submit(call).result()
-
-
-def slice_ns() -> int:
-    """Of this thread; 0: the kernel does not tell it."""
-    attr = slices._SchedAttr()
-    size = ctypes.sizeof(attr)
-    assert ctypes.CDLL(None).syscall(_GETATTR[platform.machine()], 0, ctypes.byref(attr), size, 0) == 0
-    return int(attr.runtime)
-
-
-def tells_slices() -> bool:
-    """Linux 6.12 and later do."""
-    return platform.machine() in _GETATTR and in_a_thread(lambda: take_short_slices() and slice_ns() > 0)
-
-
-needs_slices = pytest.mark.skipif(not tells_slices(), reason="this kernel has no slices for threads")
+from tests.support.slices import SHORT_NS, in_a_thread, needs_slices, slice_ns
 
 
 @needs_slices
@@ -53,7 +24,7 @@ def test_a_thread_takes_short_slices_and_the_usual_ones_again_and_keeps_its_nice
         return [*found, os.getpriority(os.PRIO_PROCESS, threading.get_native_id())]
 
     usual_ns, short_ns, again_ns, nice = in_a_thread(told)
-    assert short_ns == 100_000 < usual_ns
+    assert short_ns == SHORT_NS < usual_ns
     assert (again_ns, nice) == (usual_ns, 7)
     assert in_a_thread(slice_ns) == usual_ns, "another thread has what it had"
 
@@ -66,7 +37,7 @@ def test_the_loop_of_a_worker_has_short_ones() -> None:
     thread = LoopThread("loop-test")
     thread.start()
     try:
-        assert thread.run(told()).result() == 100_000
+        assert thread.run(told()).result() == SHORT_NS
     finally:
         thread.stop()
 

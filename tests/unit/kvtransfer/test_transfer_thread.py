@@ -25,6 +25,7 @@ from kvtransfer.transports.events import (
 )
 from kvtransfer.transports.loopback import Fault, FaultPlan, LoopbackNetwork, LoopbackTransport
 from tandem.core.errors import TransportError
+from tests.support.slices import SHORT_NS, needs_slices, slice_ns
 from tests.support.waiting import wait_until
 
 ONE = [Descriptor(0, 8, 8)]
@@ -319,6 +320,14 @@ def test_it_stays_on_its_cores() -> None:
                             cores={min(os.sched_getaffinity(0))})  # fmt: skip
     thread.start()
     assert thread.submit(lambda _: os.sched_getaffinity(0)).result(5) == {min(os.sched_getaffinity(0))}
+    thread.stop()
+
+
+@needs_slices
+def test_it_gets_a_core_soon() -> None:
+    thread = TransferThread(LoopbackTransport("soon#1", network=LoopbackNetwork()), lambda e: None, lambda e: None)
+    thread.start()
+    assert thread.submit(lambda _: slice_ns()).result(5) == SHORT_NS
     thread.stop()
 
 

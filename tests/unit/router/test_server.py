@@ -9,6 +9,7 @@ import pytest
 from router.http.server import HttpServer
 from router.server import RouterServer
 from tandem.core import config as configuration
+from tests.support.slices import SHORT_NS, needs_slices, slice_ns
 
 
 def test_a_router_whose_http_server_ends_by_itself_ends_too(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,3 +23,17 @@ def test_a_router_whose_http_server_ends_by_itself_ends_too(checkpoint: Path, mo
     server.start()
     assert server.wait_closed(10)
     assert server.has_failed
+
+
+@needs_slices
+def test_its_thread_gets_a_core_soon(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+
+    async def tells(self: HttpServer, sockets: object = None) -> None:
+        told.append(slice_ns())
+
+    monkeypatch.setattr(HttpServer, "serve", tells)
+    server = RouterServer(configuration.load(None), model_dir=checkpoint)
+    server.start()
+    assert server.wait_closed(10)
+    assert told == [SHORT_NS]

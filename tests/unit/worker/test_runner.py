@@ -8,11 +8,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from tandem.core.pages import PagePool
+from tandem.core.slices import take_short_slices
 from tandem.worker.batch import SchedulerLimits
 from tandem.worker.pacing import Pacing
 from tandem.worker.runner import Runner
 from tandem.worker.scheduler import BatchScheduler
 from tandem.worker.step import StepHooks
+from tests.support.slices import SHORT_NS, in_a_thread, needs_slices, slice_ns
 
 WAIT_S = 60.0
 
@@ -75,3 +77,21 @@ def test_a_runner_that_is_to_stop_waits_no_more() -> None:
     assert waits.wait(WAIT_S)
     runner.stop(WAIT_S)
     assert not told
+
+
+@needs_slices
+def test_its_thread_has_the_usual_slices_also_where_one_with_short_ones_starts_it() -> None:
+    told: list[int] = []
+    runner, role = runner_with(Pacing()), Idler([])
+    runner.submit(lambda: told.append(slice_ns()))
+
+    def start() -> int:
+        take_short_slices()
+        runner.start(cast(StepHooks, role))
+        return slice_ns()
+
+    assert in_a_thread(start) == SHORT_NS
+    assert role.idle.wait(WAIT_S)
+    runner.stop()
+    assert told == [in_a_thread(slice_ns)]
+    assert told[0] > SHORT_NS

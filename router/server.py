@@ -48,7 +48,7 @@ from tandem.core.clock import MonotonicClock
 from tandem.core.config import FEWEST_SEQS, MOST_SEQS, Config
 from tandem.core.identity import Role
 from tandem.core.metrics import RouterMetrics
-from tandem.core.slices import take_short_slices
+from tandem.core.slices import computing_threads, take_short_slices
 from tandem.core.tokenizer import Tokenizer
 from tandem.rpc.guard import RoleGuard
 
@@ -148,6 +148,7 @@ class RouterServer:
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self._loop.set_default_executor(computing_threads())
         config = self._config
         check_exposure(config.http, self._host, self._key_digests)
         keys = ApiKeys(config.http, self._key_digests, MonotonicClock())

@@ -26,6 +26,7 @@ from typing import Any
 from tandem.core.errors import InvalidRequestError
 from tandem.core.grammar import CompiledGrammar
 from tandem.core.grammar_compiler import compile_grammar
+from tandem.core.slices import take_usual_slices
 from tandem.core.vocabulary import Description
 
 #: Said before anything else: an end after that is the kernel's bound.
@@ -37,6 +38,7 @@ _MAX_MASK_S, _NUM_MASKS = 0.01, 5
 
 
 def main() -> None:
+    take_usual_slices()  # the router's loop has started it
     with socket.socket(fileno=int(sys.argv[1])) as door:
         _, sockets, _, _ = socket.recv_fds(door, 1, 1)
         if not sockets:

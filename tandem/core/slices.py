@@ -4,7 +4,8 @@ Linux gives a core to whoever's time slice ends first among those that have had 
 of some milliseconds, so where more threads compute than there are cores, one that only passes something on waits for
 several of them, at each hop of a request. With a short slice it goes first; it gets no more of the core than before.
 Linux 6.12 takes a slice for threads of no special policy ("EEVDF", Documentation/scheduler/sched-eevdf.rst); older ones
-ignore it. Threads inherit it from the one that starts them.
+ignore it. Threads and processes inherit it from the thread that starts them: those that compute take the usual ones
+again.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 _SHORT_NS = 100_000  # the shortest that there is
 
@@ -40,9 +43,14 @@ def take_usual_slices() -> bool:
     return _set(0)
 
 
+def computing_threads() -> ThreadPoolExecutor:
+    """For a loop that takes short slices, in place of its own executor: what it gives away computes."""
+    return ThreadPoolExecutor(thread_name_prefix="asyncio", initializer=take_usual_slices)
+
+
 def _set(slice_ns: int) -> bool:
-    number = _SYSCALLS.get(platform.machine())
-    if number is None or not hasattr(os, "sched_getscheduler") or os.sched_getscheduler(0) != _SCHED_OTHER:
+    number = _SYSCALLS.get(platform.machine()) if sys.platform == "linux" and sys.maxsize > 2**32 else None
+    if number is None or os.sched_getscheduler(0) != _SCHED_OTHER:
         return False
     nice = os.getpriority(os.PRIO_PROCESS, 0)
     attr = _SchedAttr(ctypes.sizeof(_SchedAttr), _SCHED_OTHER, 0, nice, runtime=slice_ns)

@@ -36,6 +36,8 @@ _ROW_KNOTS = 1, 2, 4, 8, 16, 32, 64, 128
 _PROMPT_KNOTS = 16, 64, 256, 1024, 4096
 # Steps' worth of time alone, without which nothing is said of what others take from it.
 _FEWEST_ALONE = 3.0
+# Of a column of terms, what is no rounding.
+_OF_NOTHING = 1e-6
 
 _Numbers = npt.NDArray[np.float64]
 
@@ -76,6 +78,7 @@ def read_steps(paths: Iterable[Path]) -> list[Step]:
     files: list[Path] = []
     for path in paths:
         files += sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
+    files = list({file.resolve(): file for file in files}.values())
     if not files:
         raise ConfigError(
             f"no *{SUFFIX} there; let a cluster write them with metrics.step_log: DIRECTORY", key="metrics.step_log"
@@ -119,10 +122,15 @@ def fit(steps: Sequence[Step], *, outlier: float = _OUTLIER) -> Fit:
     num_rows = np.array([step.terms.num_rows for step in steps])
     num_of_prompts = np.array([step.terms.num_tokens for step in steps]) - num_rows
     row_knots, prompt_knots = _knots(num_rows, _ROW_KNOTS), _knots(num_of_prompts, _PROMPT_KNOTS)
-    rest = np.array([(step.terms.num_read, step.terms.num_pairs) for step in steps])
     hinges = _hinges(num_rows, row_knots), _hinges(num_of_prompts, prompt_knots)
-    matrix = np.column_stack((np.ones(len(steps)), *hinges, rest))
+    lines = np.column_stack((np.ones(len(steps)), *hinges))
+    rest = np.array([(step.terms.num_read, step.terms.num_pairs) for step in steps])
+    rest *= [_says_more(column, lines) for column in rest.T]
+    matrix = np.column_stack((lines, rest))
     seconds = np.array([step.seconds for step in steps])
+    if seconds.min() <= 0:
+        worker = steps[int(seconds.argmin())].worker
+        raise ConfigError(f"{worker} has a step of {seconds.min():g} s; leave that log out")
     taken = np.ones(len(steps), dtype=bool)
     said = seconds
     for _ in range(_ROUNDS):
@@ -140,16 +148,28 @@ def fit(steps: Sequence[Step], *, outlier: float = _OUTLIER) -> Fit:
 
 
 def _knots(numbers: npt.NDArray[np.int_], knots: Sequence[int]) -> list[float]:
-    """Those behind which there are steps enough to tell of a line of its own, and behind them where the last one ends:
-    at the largest number."""
-    last = max(1, int(numbers.max()))
-    inner = [knot for knot in knots if knot < last and (numbers > knot).sum() >= _FEWEST]
-    return [*map(float, inner), float(last)]
+    """Those before and behind which there are steps enough to tell of a line of their own, and behind them where the
+    last one ends: at the largest number. None where all are 0."""
+    last, found = int(numbers.max()), [0.0]
+    for knot in knots:
+        num_before, num_behind = ((numbers > found[-1]) & (numbers <= knot)).sum(), (numbers > knot).sum()
+        if min(num_before, num_behind) >= _FEWEST:
+            found.append(float(knot))
+    return [*found[1:], float(last)] if last else []
+
+
+def _says_more(column: _Numbers, others: _Numbers) -> bool:
+    """Whether it is no sum of the others: of steps of prompts alone, whose context was computed in them, what is read
+    is only their tokens once more."""
+    left = column - others @ np.linalg.lstsq(others, column, rcond=None)[0]
+    return bool(np.linalg.norm(left) > _OF_NOTHING * np.linalg.norm(column))
 
 
 def _hinges(numbers: npt.NDArray[np.int_], knots: Sequence[float]) -> _Numbers:
     """[num_steps, num_knots]: how much of each number lies between a knot and the one before it; the last one's line
     goes on."""
+    if not knots:
+        return np.empty((len(numbers), 0))
     before = np.array((0.0, *knots[:-1]))
     lengths = np.array((*np.diff((0.0, *knots[:-1])), np.inf))
     found: _Numbers = np.clip(numbers[:, None] - before, 0.0, lengths)
@@ -170,6 +190,9 @@ def fit_shared(steps: Sequence[Step]) -> Fit:
         ConfigError: there are too few steps, or hardly any of a kind while no other worker computed.
     """
     spent_s, generates = seconds_by_state(steps), _generate(steps)
+    if (lost := spent_s.sum(axis=(1, 2)) <= 0).any():
+        worker = steps[int(lost.argmax())].worker
+        raise ConfigError(f"steps of {worker} lie in each other, or take no time; name each log once")
     if len(steps) >= _FEWEST:
         _require_alone(spent_s, generates)
     slowdowns = Slowdowns(Beside(), Beside())
@@ -189,7 +212,7 @@ def _require_alone(spent_s: _Numbers, generates: npt.NDArray[np.bool_]) -> None:
     """Steps of each kind that there is must have been alone, now and then."""
     for rows, state, what in ((~generates, (1, 0), "computes prompts"), (generates, (0, 1), "generates")):
         of_kind = spent_s[rows]
-        if len(of_kind) and (of_kind[:, *state] / of_kind.sum(axis=(1, 2))).sum() < _FEWEST_ALONE:
+        if len(of_kind) and not (of_kind[:, *state] / of_kind.sum(axis=(1, 2))).sum() >= _FEWEST_ALONE:
             raise ConfigError(
                 f"hardly any step that {what} was taken while no other worker computed; add a load of one client"
             )
@@ -314,6 +337,10 @@ def run(paths: Sequence[Path], out: Path | None, *, shared_cores: bool = False) 
         column.justify = "right"
     console = Console(soft_wrap=True, highlight=False)
     console.print(table)
+    for generates, what in ((True, "generates"), (False, "computes prompts")):
+        if not any(_is_of(step.terms, generates=generates) for step in steps):
+            unknown = f"no step {what} in these logs: what that takes is not known, and counts as nothing"
+            console.print(unknown, style="yellow")
     text = yaml.safe_dump(tree, sort_keys=False)
     console.print(f"\n{text.strip()}", markup=False)
     if out is not None:
@@ -340,6 +367,11 @@ def _windows_of(steps: Sequence[Step]) -> Windows:
         told = ", ".join(f"{worker} of {model_keys(windows)}" for windows, worker in by_windows.items())
         raise ConfigError(f"the logs are of several models ({told}); calibrate those of one at a time")
     return next(iter(by_windows), NO_WINDOWS)
+
+
+def _is_of(terms: Terms, *, generates: bool) -> bool:
+    """Whether the step generates, or whether it computes prompts; it may do both."""
+    return terms.num_rows > 0 if generates else terms.num_tokens > terms.num_rows
 
 
 def _in_ms(points: Points) -> Points:

@@ -21,6 +21,7 @@ from tandem.core.errors import CancelledError, InternalError, InvalidRequestErro
 from tandem.core.grammar import CompiledGrammar
 from tandem.core.grammar_compiler import compile_grammar
 from tandem.core.recent import Recent, RecentByCost
+from tandem.core.slices import take_usual_slices
 from tandem.core.vocabulary import Vocabulary
 from tandem.worker.counters import WorkerCounters
 from tandem.worker.guide import Guide, Mask, made_of
@@ -65,9 +66,10 @@ class Guides:
         self._submit = submit
         self._counters = counters
         self._num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
-        self._compiler = compiler or ThreadPoolExecutor(1, "grammars")
-        self._masker = masker or ThreadPoolExecutor(self._num_threads, "masks")
-        self._slow_masker = masker or ThreadPoolExecutor(max(1, self._num_threads // 2), "slow masks")
+        self._compiler = compiler or ThreadPoolExecutor(1, "grammars", take_usual_slices)
+        self._masker = masker or ThreadPoolExecutor(self._num_threads, "masks", take_usual_slices)
+        num_slow = max(1, self._num_threads // 2)
+        self._slow_masker = masker or ThreadPoolExecutor(num_slow, "slow masks", take_usual_slices)
         self._began_s = 0.0  # when `begin` was called last
         self._counting = threading.Lock()
         # Of the compiler's thread.

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import uvloop
 
 from tandem.core.errors import InternalError
-from tandem.core.slices import take_short_slices
+from tandem.core.slices import computing_threads, take_short_slices
 
 _T = TypeVar("_T")
 
@@ -26,6 +26,7 @@ class LoopThread:
 
     def start(self) -> asyncio.AbstractEventLoop:
         self.loop = self._runner.get_loop()
+        self.loop.set_default_executor(computing_threads())
         self._thread.start()
         return self.loop
 

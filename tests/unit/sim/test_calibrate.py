@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -61,7 +62,8 @@ def test_rows_that_cost_hardly_more_than_one_and_prompts_that_fill_a_processor_h
     )
     rng, steps = random.Random(3), list[Step]()
     for _ in range(600):
-        rows, chunk = rng.choice(((rng.randint(1, 40), 0), (0, rng.randint(1, 700)), (rng.randint(1, 8), 64)))
+        prompt = rng.choice((rng.randint(1, 16), rng.randint(1, 700)))
+        rows, chunk = rng.choice(((rng.randint(1, 40), 0), (0, prompt), (rng.randint(1, 8), 64)))
         one = Terms(rows + chunk, rows, rng.uniform(100, 900) * rows + chunk, 0.0)
         steps.append(Step("decode-0", one, true.seconds(one)))
     found = fit(steps)
@@ -73,6 +75,53 @@ def test_rows_that_cost_hardly_more_than_one_and_prompts_that_fill_a_processor_h
     assert again.seconds(Terms(20, 20, 9000.0, 9000.0)) == pytest.approx(
         found.times.seconds(Terms(20, 20, 9000.0, 9000.0)), rel=1e-4
     )
+
+
+def test_of_prompts_alone_what_is_read_is_not_made_of_their_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They have read what they computed; behind a long context they would take hundreds of times as long."""
+    true = Fitted(0.004, of_token_s=2e-5, of_pair_s=1e-9)
+    rng, log = random.Random(5), StepLog(tmp_path / "logs", "prefill-0")
+    for number in range(200):
+        one = Terms.of([(0, rng.randint(1, 2048), False)])
+        log.note(one, true.seconds(one) * rng.uniform(0.98, 1.02), float(number))
+    log.close()
+    found = fit(read_steps([tmp_path / "logs"])).times
+    behind = Terms.of([(8000, 512, False)])
+    assert found.seconds(behind) == pytest.approx(true.seconds(behind), rel=0.25)
+    assert not found.of_rows
+    run([tmp_path / "logs"], None)
+    assert "no step generates in these logs" in capsys.readouterr().out
+
+
+def test_steps_of_each_kind_of_one_size_share_no_base_that_neither_has() -> None:
+    """Without steps of both kinds; else the base would be in the first row, and in the first tokens, too."""
+    true = Fitted(0.004, of_token_s=2e-5, of_row_s=4e-5)
+    rng, steps = random.Random(6), list[Step]()
+    for number in range(600):
+        one = Terms(32, 32, 32 * 500.0, 0.0) if number % 2 else Terms.of([(0, rng.randint(20, 2000), False)])
+        steps.append(Step("any", one, true.seconds(one) * rng.uniform(0.98, 1.02)))
+    found = fit(steps).times
+    for one in (Terms(1, 1, 500.0, 0.0), Terms(64, 64, 64 * 500.0, 0.0), Terms(288, 32, 16_256.0, 0.0)):
+        assert found.seconds(one) == pytest.approx(true.seconds(one), rel=0.15)
+
+
+def test_a_log_that_is_named_twice_counts_once(tmp_path: Path) -> None:
+    log = StepLog(tmp_path, "decode-0")
+    for step in steps_of(TRUE):
+        log.note(step.terms, step.seconds, step.began_s)
+    log.close()
+    assert len(read_steps([tmp_path, log.path, tmp_path / "." / log.path.name])) == len(steps_of(TRUE))
+
+
+def test_steps_of_a_worker_that_lie_in_each_other_or_take_no_time_are_refused() -> None:
+    """Of two runs, whose clocks begin alike."""
+    steps = steps_in_turn(((1, 0), (0, 1)), Slowdowns(Beside(), Beside()))
+    with pytest.raises(ConfigError, match=r"lie in each other.*name each log once"):
+        fit_shared([*steps, *steps, *steps])
+    with pytest.raises(ConfigError, match=r"prompts-. has a step of 0 s"):
+        fit([*steps, replace(steps[0], seconds=0.0)])
 
 
 def test_no_term_is_below_0_and_noise_is_told() -> None:

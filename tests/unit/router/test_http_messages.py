@@ -242,7 +242,7 @@ def test_a_stream_that_fails_ends_with_an_error(site: Site, client: anthropic.An
     site.decode.held_back.clear()
     try:
         stream = client.messages.create(
-            model="toy", max_tokens=5, messages=HI, stream=True, extra_body={"timeout": 0.3}
+            model="toy", max_tokens=5, messages=HI, stream=True, extra_body={"timeout": 2.0}
         )
         with pytest.raises(anthropic.APIStatusError) as caught:
             list(stream)

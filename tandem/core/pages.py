@@ -258,8 +258,6 @@ class PagePool:
     def _take(self, num_pages: int, state: PageState) -> list[int] | None:
         if num_pages < 0:
             raise ValueError(f"cannot take {num_pages} pages")
-        if not num_pages:
-            return []
         if num_pages > self.num_available:
             return None
         while len(self._free) < num_pages:
@@ -269,7 +267,7 @@ class PagePool:
         for page in taken:
             self._set(page, state)
             self._references[page] = 1
-        self.first_untouched = max(self.first_untouched, taken[-1] + 1)
+        self.first_untouched = max(self.first_untouched, max(taken, default=-1) + 1)
         return taken
 
     def _evict_one(self) -> None:

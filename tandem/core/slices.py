@@ -50,9 +50,14 @@ def computing_threads() -> ThreadPoolExecutor:
 
 def _set(slice_ns: int) -> bool:
     number = _SYSCALLS.get(platform.machine()) if sys.platform == "linux" and sys.maxsize > 2**32 else None
-    if number is None or os.sched_getscheduler(0) != _SCHED_OTHER:
+    if number is None:
         return False
-    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    try:
+        if os.sched_getscheduler(0) != _SCHED_OTHER:
+            return False
+        nice = os.getpriority(os.PRIO_PROCESS, 0)
+    except OSError:  # a sandbox that forbids the question
+        return False
     attr = _SchedAttr(ctypes.sizeof(_SchedAttr), _SCHED_OTHER, 0, nice, runtime=slice_ns)
     failed: int = ctypes.CDLL(None).syscall(number, 0, ctypes.byref(attr), 0)
     return not failed

@@ -114,7 +114,7 @@ def fit(steps: Sequence[Step], *, outlier: float = _OUTLIER) -> Fit:
         outlier: steps that took so many times as long as the others like them are left out.
 
     Raises:
-        ConfigError: there are too few steps.
+        ConfigError: there are too few steps, or one took no time.
     """
     if len(steps) < _FEWEST:
         raise ConfigError(f"{len(steps)} steps are too few to fit a model to; take {_FEWEST} or more, of several loads")
@@ -187,7 +187,8 @@ def fit_shared(steps: Sequence[Step]) -> Fit:
     core is what is looked for.
 
     Raises:
-        ConfigError: there are too few steps, or hardly any of a kind while no other worker computed.
+        ConfigError: there are too few steps, hardly any of a kind while no other worker computed, or some of a worker
+            that lie in each other.
     """
     spent_s, generates = seconds_by_state(steps), _generate(steps)
     if (lost := spent_s.sum(axis=(1, 2)) <= 0).any():
@@ -195,7 +196,7 @@ def fit_shared(steps: Sequence[Step]) -> Fit:
         raise ConfigError(f"steps of {worker} lie in each other, or take no time; name each log once")
     if len(steps) >= _FEWEST:
         _require_alone(spent_s, generates)
-    slowdowns = Slowdowns(Beside(), Beside())
+    slowdowns = Slowdowns()
     for _ in range(_SHARED_ROUNDS):
         own_s = _own_seconds(spent_s, generates, slowdowns)
         found = fit([replace(step, seconds=own) for step, own in zip(steps, own_s, strict=True)], outlier=math.inf)
@@ -337,8 +338,8 @@ def run(paths: Sequence[Path], out: Path | None, *, shared_cores: bool = False) 
         column.justify = "right"
     console = Console(soft_wrap=True, highlight=False)
     console.print(table)
-    for generates, what in ((True, "generates"), (False, "computes prompts")):
-        if not any(_is_of(step.terms, generates=generates) for step in steps):
+    for points, what in ((found.times.of_rows, "generates"), (found.times.of_prompts, "computes prompts")):
+        if not points:
             unknown = f"no step {what} in these logs: what that takes is not known, and counts as nothing"
             console.print(unknown, style="yellow")
     text = yaml.safe_dump(tree, sort_keys=False)
@@ -367,11 +368,6 @@ def _windows_of(steps: Sequence[Step]) -> Windows:
         told = ", ".join(f"{worker} of {model_keys(windows)}" for windows, worker in by_windows.items())
         raise ConfigError(f"the logs are of several models ({told}); calibrate those of one at a time")
     return next(iter(by_windows), NO_WINDOWS)
-
-
-def _is_of(terms: Terms, *, generates: bool) -> bool:
-    """Whether the step generates, or whether it computes prompts; it may do both."""
-    return terms.num_rows > 0 if generates else terms.num_tokens > terms.num_rows
 
 
 def _in_ms(points: Points) -> Points:

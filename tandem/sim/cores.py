@@ -7,6 +7,7 @@ import itertools
 from dataclasses import dataclass, field
 from enum import Enum
 
+from tandem.core.config_tree import key
 from tandem.sim.kernel import Call, Kernel, Timer
 
 
@@ -22,25 +23,20 @@ class Kind(Enum):
         return cls.DECODE if num_rows else cls.PROMPTS
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Beside:
-    """How much longer a step takes beside each other one that is under way, of its time alone.
+    """What a step loses to each other one that is under way, as a share of its time alone; a section of a scenario."""
 
-    Attributes:
-        prompts: that computes prompts.
-        decode: that generates.
-    """
-
-    prompts: float = 0.0
-    decode: float = 0.0
+    prompts: float = key(0.0, "To each other that computes prompts.", minimum=0)
+    decode: float = key(0.0, "To each other that generates.", minimum=0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Slowdowns:
-    """Of steps of both kinds."""
+    """How much longer steps of both kinds take beside each other on one host's cores; a section of a scenario."""
 
-    prompts: Beside
-    decode: Beside
+    prompts: Beside = field(default_factory=Beside)
+    decode: Beside = field(default_factory=Beside)
 
     def of(self, kind: Kind, num_prompts: int, num_decode: int) -> float:
         """How many times its time alone a step takes while so many are under way, of which it is one."""

@@ -50,8 +50,6 @@ def quiet_steps(scheduler: BatchScheduler, most: int) -> int:
 
 def _would_be_copied(scheduler: BatchScheduler, sequence: Sequence) -> bool:
     """Whether the page that it writes to may be another's too."""
-    if not scheduler.groups.num_windowed:
-        return sequence.num_hidden < len(sequence.pages) and scheduler.pool.references(sequence.pages[-1]) > 1
     num_places = len(sequence.pages)
     last = scheduler.groups.listed(sequence.pages, sequence.windowed, sequence.num_hidden, num_places - 1)
     return any(scheduler.pool.references(page) > 1 for page in last)
@@ -66,12 +64,11 @@ def _has_to_publish(scheduler: BatchScheduler, sequence: Sequence) -> bool:
 
 def _num_new_pages(scheduler: BatchScheduler, num_steps: int) -> int:
     """With none given back."""
-    size, num_places = scheduler.pool.page_size, 0
-    for sequence in scheduler.running:
-        lacking = pages_for(sequence.num_computed + num_steps, size) - len(sequence.pages)
-        if lacking > 0:
-            num_places += lacking
-    return scheduler.groups.num_of_place * num_places
+    size = scheduler.pool.page_size
+    return scheduler.groups.num_of_place * sum(
+        max(0, pages_for(sequence.num_computed + num_steps, size) - len(sequence.pages))
+        for sequence in scheduler.running
+    )
 
 
 def advance(scheduler: BatchScheduler, num_steps: int, token_of: Callable[[Sequence], int]) -> None:
@@ -82,11 +79,9 @@ def advance(scheduler: BatchScheduler, num_steps: int, token_of: Callable[[Seque
     size = scheduler.pool.page_size
     for sequence in scheduler.running:
         end = sequence.num_computed + num_steps
-        lacking = pages_for(end, size) - len(sequence.pages)
-        if lacking > 0:
-            pages = scheduler.pool.allocate(lacking)
-            assert pages is not None, "quiet_steps has counted them"
-            sequence.pages.extend(pages)
+        pages = scheduler.pool.allocate(max(0, pages_for(end, size) - len(sequence.pages)))
+        assert pages is not None, "quiet_steps has counted them"
+        sequence.pages.extend(pages)
         _add_tokens(sequence, end, token_of)
         scheduler.publish_computed(sequence)
 
@@ -101,9 +96,6 @@ def quiet_times(scheduler: BatchScheduler, times: StepTimes) -> Iterator[float]:
     num_rows, windows = len(scheduler.running), times.windows
     contexts = [len(sequence.token_ids) for sequence in scheduler.running]
     num_read, num_steps = sum(contexts), 0
-    while not windows.window:
-        yield times.seconds(Terms(num_rows, num_rows, num_read, float(num_read)))
-        num_read += num_rows
     num_windowed = sum(min(context, windows.window) for context in contexts)
     # Of those that see all yet, in how many steps their context is as long as the window.
     growing = sorted(windows.window - context for context in contexts if context < windows.window)

@@ -52,11 +52,7 @@ class Status:
 
     def report(self, router: int) -> Report:
         """To this router."""
-        said = self.said
-        return Report(
-            said.num_active, said.num_queued_tokens, said.num_available_pages, said.num_stepping,
-            self.num_commands.get(router, 0), said.prompt_steps,
-        )  # fmt: skip
+        return replace(self.said, num_commands=self.num_commands.get(router, 0))
 
 
 class Listener(Protocol):

@@ -25,7 +25,7 @@ from tandem.core.layer_groups import KeptPages
 from tandem.core.time_model import GroupSpec, PoolSpec, TimeModel, beside
 from tandem.core.tokenizer import Tokenizer
 from tandem.sim.conversations import ConversationPlan, closed, drawn_conversations, recorded_conversations
-from tandem.sim.cores import Beside, Slowdowns
+from tandem.sim.cores import Slowdowns
 from tandem.sim.faults import Death, FaultShape, SlowLink, parse_fault
 from tandem.sim.load import Arrival, Lengths, drawn, of_kinds, of_tenants, recorded
 from tandem.sim.shape import ANY_TYPE, KindShape, PoolShape, TenantShape, WorkerType, WorldShape
@@ -66,32 +66,6 @@ class NetworkSpec:
     tells_changes: bool = key(
         False, "One router, too, hears at once that the number of a worker's requests has changed, as several do."
     )
-
-
-@dataclass(frozen=True)
-class BesideSpec:
-    """What a step loses to each other one that is under way, as a share of its time alone."""
-
-    prompts: float = key(0.0, "To each other that computes prompts.", minimum=0)
-    decode: float = key(0.0, "To each other that generates.", minimum=0)
-
-    @property
-    def beside(self) -> Beside:
-        return Beside(self.prompts, self.decode)
-
-
-@dataclass(frozen=True)
-class CoresSpec:
-    """Of one host, on which all workers compute: how much longer steps take beside each other."""
-
-    prompts: BesideSpec = field(default_factory=BesideSpec)
-    decode: BesideSpec = field(default_factory=BesideSpec)
-
-    @property
-    def slowdowns(self) -> Slowdowns | None:
-        """`None`: each worker has its own cores."""
-        found = Slowdowns(self.prompts.beside, self.decode.beside)
-        return found if found != Slowdowns(Beside(), Beside()) else None
 
 
 @dataclass(frozen=True)
@@ -187,7 +161,7 @@ class Scenario(TimeModel):
     """All that a simulation needs."""
 
     pools: PoolsSpec = field(default_factory=PoolsSpec)
-    cores: CoresSpec = field(default_factory=CoresSpec)
+    cores: Slowdowns = field(default_factory=Slowdowns)
     network: NetworkSpec = field(default_factory=NetworkSpec)
     node: NodeSpec = field(default_factory=NodeSpec)
     load: LoadSpec = field(default_factory=LoadSpec)
@@ -229,7 +203,7 @@ class Scenario(TimeModel):
             ttft_s=config.slo.ttft_ms / 1000 or ttft_s,
             tpot_s=config.slo.tpot_ms / 1000 or tpot_s,
             settings=Settings(config.pools.utilisation, config.pools.shrink_delay_s),
-            slowdowns=self.cores.slowdowns,
+            slowdowns=self.cores if self.cores != Slowdowns() else None,
             faults=self._faults,
             prefix_cache=config.cache.prefix_cache and any(arrival.begins_like_others for arrival in load),
             tiers=self._tiers,

@@ -23,11 +23,11 @@ def in_a_thread(call: Callable[[], _T]) -> _T:
         return executor.submit(call).result()
 
 
-def slice_ns() -> int:
-    """Of this thread; 0: the kernel does not tell it."""
+def slice_ns(tid: int = 0) -> int:
+    """Of a thread, by default this one; 0: the kernel does not tell it."""
     attr = slices._SchedAttr()
     size = ctypes.sizeof(attr)
-    assert ctypes.CDLL(None).syscall(_GETATTR[platform.machine()], 0, ctypes.byref(attr), size, 0) == 0
+    assert ctypes.CDLL(None).syscall(_GETATTR[platform.machine()], tid, ctypes.byref(attr), size, 0) == 0
     return int(attr.runtime)
 
 

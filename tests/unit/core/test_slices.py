@@ -57,3 +57,11 @@ def test_a_thread_of_a_policy_of_its_own_keeps_it() -> None:
 def test_a_processor_whose_call_is_not_known_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     assert not in_a_thread(take_short_slices)
+
+
+def test_where_a_sandbox_forbids_it_threads_go_on_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(pid: int) -> int:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_getscheduler", forbidden)
+    assert not in_a_thread(take_short_slices)

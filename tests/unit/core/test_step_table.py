@@ -99,12 +99,14 @@ def test_what_rows_and_prompts_add_is_on_lines_between_points() -> None:
 @pytest.mark.parametrize(
     ("points", "named"),
     [
+        (1.0, "rows_ms must be a list of lists, not 1.0"),
+        ([1.0], r"rows_ms\[0\] must be a list of numbers, not 1.0"),
         ([[1, 2.0, 3.0]], r"fitted.rows_ms has \[1.0, 2.0, 3.0\]"),
         ([[0, 2.0]], r"behind \[0.0, 0.0\]"),
         ([[4, 2.0], [2, 3.0]], r"has \[2.0, 3.0\] behind \[4.0, 2.0\]"),
         ([[4, 2.0], [8, 1.0]], r"has \[8.0, 1.0\] behind \[4.0, 2.0\]"),
     ],
 )
-def test_points_that_are_no_line_are_named(points: list[list[float]], named: str) -> None:
+def test_points_that_are_no_line_are_named(points: object, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         build(FittedSpec, {"rows_ms": points})

@@ -22,8 +22,10 @@ from router.openai.grammar import of_choices, of_grammar, of_lark, of_regex, of_
 from tandem.core.config import LimitsConfig
 from tandem.core.errors import CancelledError, InternalError, InvalidRequestError
 from tandem.core.model_path import resolve_model
+from tandem.core.slices import take_short_slices
 from tandem.core.tokenizer import Tokenizer
 from tandem.core.vocabulary import description
+from tests.support.slices import in_a_thread, needs_slices, slice_ns
 from tests.support.waiting import LONG_S, wait_until
 
 pytestmark = pytest.mark.processes
@@ -179,3 +181,14 @@ def test_a_long_description_is_no_text_of_a_grammar() -> None:
     of_schema({"type": "object", "description": text}, "f", LIMITS)
     of_schema({"properties": {"title": {"title": text, "examples": [{"title": text}]}}}, "f", LIMITS)
     of_schema({"$defs": {"a": {"description": text}}, "anyOf": [{"$ref": "#/$defs/a"}]}, "f", LIMITS)
+
+
+@needs_slices
+def test_what_is_tried_takes_the_usual_slices_where_a_loop_with_short_ones_asks(trials: GrammarTrials) -> None:
+    def told() -> int:
+        take_short_slices()
+        trials.try_out(of_regex("a+", "f", LIMITS).text)
+        assert trials._process is not None
+        return slice_ns(trials._process.pid)
+
+    assert in_a_thread(told) == in_a_thread(slice_ns)

@@ -117,7 +117,7 @@ def test_a_log_that_is_named_twice_counts_once(tmp_path: Path) -> None:
 
 def test_steps_of_a_worker_that_lie_in_each_other_or_take_no_time_are_refused() -> None:
     """Of two runs, whose clocks begin alike."""
-    steps = steps_in_turn(((1, 0), (0, 1)), Slowdowns(Beside(), Beside()))
+    steps = steps_in_turn(((1, 0), (0, 1)), Slowdowns())
     with pytest.raises(ConfigError, match=r"lie in each other.*name each log once"):
         fit_shared([*steps, *steps, *steps])
     with pytest.raises(ConfigError, match=r"prompts-. has a step of 0 s"):
@@ -210,7 +210,7 @@ def test_beside_so_many_as_were_never_seen_each_takes_as_much_as_those_that_were
 )
 def test_steps_of_which_none_was_alone_are_refused(together: Sequence[tuple[int, int]], named: str) -> None:
     with pytest.raises(ConfigError, match=f"hardly any step that {named.removeprefix('that ')}.*load of one client"):
-        fit_shared(steps_in_turn(together, Slowdowns(Beside(), Beside())))
+        fit_shared(steps_in_turn(together, Slowdowns()))
 
 
 def test_of_each_step_the_seconds_are_counted_by_what_computed_meanwhile() -> None:
@@ -259,7 +259,7 @@ def test_the_command_writes_what_is_lost_on_shared_cores_as_a_scenario_reads_the
     scenario = read_scenario(out)
     assert scenario.cores.prompts.prompts == pytest.approx(1.0, rel=0.05)
     assert scenario.cores.decode.decode == pytest.approx(0.75, rel=0.05)
-    assert scenario.shape().slowdowns == scenario.cores.slowdowns
+    assert scenario.shape().slowdowns == scenario.cores
     assert scenario.card.is_cpu, "nothing else shares cores"
 
 

@@ -15,7 +15,7 @@ from tandem.core.errors import ConfigError
 from tandem.sim.cores import Beside, Kind, SharedCores, Slowdowns
 from tandem.sim.kernel import Kernel
 from tandem.sim.load import Arrival, Lengths, drawn
-from tandem.sim.scenario import CoresSpec
+from tandem.sim.scenario import Scenario
 
 # One core for all.
 ONE_CORE = Slowdowns(Beside(1.0, 1.0), Beside(1.0, 1.0))
@@ -65,12 +65,12 @@ def test_what_a_step_loses_to_others_adds_up() -> None:
 )
 def test_losses_that_cannot_be_are_named(tree: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        build(CoresSpec, tree)
+        build(Slowdowns, tree)
 
 
 def test_where_nothing_is_lost_each_worker_has_its_own_cores() -> None:
-    assert build(CoresSpec, {"prompts": {"decode": 0.0}}).slowdowns is None
-    assert build(CoresSpec, {"prompts": {"decode": 0.5}}).slowdowns == Slowdowns(Beside(decode=0.5), Beside())
+    assert build(Scenario, {"cores": {"prompts": {"decode": 0.0}}}).shape().slowdowns is None
+    assert build(Scenario, {"cores": {"prompts": {"decode": 0.5}}}).shape().slowdowns == Slowdowns(Beside(decode=0.5))
 
 
 @given(
@@ -101,7 +101,7 @@ def test_a_request_that_is_alone_takes_as_long_on_shared_cores() -> None:
 def test_cores_for_all_change_nothing_and_one_core_for_two_workers_does() -> None:
     arrivals = drawn(100, 15.0, Lengths(150, 0.5), Lengths(20, 0.5), seed=1)
     _, apart = simulated(SHAPE, arrivals)
-    nothing_lost = Slowdowns(Beside(), Beside())
+    nothing_lost = Slowdowns()
     _, enough = simulated(dataclasses.replace(SHAPE, slowdowns=nothing_lost), arrivals)
     world, shared = simulated(dataclasses.replace(SHAPE, slowdowns=ONE_CORE), arrivals)
     assert [one.last_token_s for one in enough] == pytest.approx([one.last_token_s for one in apart])

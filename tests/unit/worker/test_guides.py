@@ -14,12 +14,14 @@ from llguidance import LLMatcher
 
 from tandem.core.errors import CancelledError, InvalidRequestError, SlowGrammarError
 from tandem.core.grammar import CompiledGrammar
+from tandem.core.slices import take_short_slices
 from tandem.worker import guides as module
 from tandem.worker import mask_budget
 from tandem.worker.counters import WorkerCounters
 from tandem.worker.guides import Guides
 from tests.support.inline import InlineExecutor
 from tests.support.scripted_model import TEXTS, vocabulary
+from tests.support.slices import in_a_thread, needs_slices, slice_ns
 
 
 @pytest.fixture
@@ -234,3 +236,13 @@ def test_a_model_that_follows_no_grammar_says_why(inbox: queue.Queue[Any]) -> No
     guides = Guides(InvalidRequestError("no grammar holds"), inbox.put, WorkerCounters())
     assert prepared(guides, inbox, regex("a")).message == "no grammar holds"
     guides.close()
+
+
+@needs_slices
+def test_what_it_computes_takes_the_usual_slices_where_a_loop_with_short_ones_asks(guides: Guides) -> None:
+    def told() -> list[int]:
+        take_short_slices()
+        executors = guides._compiler, guides._masker, guides._slow_masker
+        return [executor.submit(slice_ns).result() for executor in executors]
+
+    assert in_a_thread(told) == [in_a_thread(slice_ns)] * 3

@@ -11,14 +11,27 @@ from typing import Any
 from benchmarks.predict.curves import Span, curves
 from benchmarks.predict.loads import Load
 from benchmarks.predict.real import ClusterSpec, Run, running, steps_of
-from benchmarks.predict.simulated import GOALS, Figures, Recorded, figures_of, is_met, off, outcomes
+from benchmarks.predict.simulated import (
+    GOALS,
+    Figures,
+    Recorded,
+    figures_of,
+    is_met,
+    measured_second_token_s,
+    off,
+    outcomes,
+    second_token_s,
+)
 from tandem.core.config_tree import build
 from tandem.sim.calibrate import Fit, Step, cores_tree, fit_shared, spec_of, tree_of
+from tandem.sim.cores import Beside, Slowdowns
 from tandem.sim.scenario import Scenario
 from tandem.sim.shape import WorldShape
 
 # Pages in memory that both workers map: what a handoff takes beside is its latency.
 _GB_PER_S = 2.0
+# By a message to a step, as a share of its time alone.
+_MOST_LOST, _HALVINGS = 64.0, 8
 # Seeds: no two loads have one.
 _SETTLING, _ALONE, _MANY, _PREDICTED = range(4)
 
@@ -64,6 +77,8 @@ def content(
     """What is found of real runs: plain data, as of `measure`."""
     found = None if case.times is not None else fit_shared(alone.steps(steps) + many.steps(steps))
     tree = scenario_tree(case, found, alone, steps)
+    if found is not None:
+        tree["cores"] |= cores_tree(Slowdowns(message=message_loss(tree, many)))
     shape = build(Scenario, tree).shape()
     return {
         "name": case.name,
@@ -98,6 +113,24 @@ def network(alone: Run, steps: Sequence[Step]) -> tuple[float, float]:
     second_s = sum(each[0] for each in gaps) / len(gaps)
     later_s = sum(sum(each[1:]) / (len(each) - 1) for each in gaps) / len(gaps)
     return max(0.0, ttft_s - prefill_s) / len(alone.records), max(0.0, second_s - later_s)
+
+
+def message_loss(tree: Mapping[str, Any], many: Run) -> Beside:
+    """What a message loses to each step, whichever it is, with which a second token comes as late as it did."""
+    recorded, wanted_s = _recorded(many), measured_second_token_s(many.records)
+
+    def is_enough(loss: float) -> bool:
+        cores = tree["cores"] | cores_tree(Slowdowns(message=Beside(loss, loss)))
+        _, found = outcomes(build(Scenario, {**tree, "cores": cores}).shape(), recorded, [recorded])
+        return second_token_s(found) >= wanted_s
+
+    low, high = 0.0, 1.0
+    while high < _MOST_LOST and not is_enough(high):
+        low, high = high, 2 * high
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return Beside(low, low)
 
 
 def compared(shape: WorldShape, runs: Sequence[Run], before: Sequence[Run] = ()) -> dict[str, Any]:

@@ -28,9 +28,10 @@ def section(content: dict[str, Any]) -> Iterator[str]:
     yield from wrapped(
         f"Measured by {COMMAND}: real clusters whose workers share this host's cores. Times of steps, and how workers "
         "slow each other down, are fitted to what the workers wrote of the first two loads; what a first and a second "
-        "token take beside steps, to the first. The other loads are only asked about: closed ones as so many clients, "
-        "open ones with the times at which requests were sent. A cell is how far off the simulation was of the mean "
-        f"of the runs. Goals: {goals}, or as far off as one of the runs is, where that is more; what misses is bold."
+        "token take beside steps, to the first, and how much longer that takes while workers compute, to the second. "
+        "The other loads are only asked about: closed ones as so many clients, open ones with the times at which "
+        "requests were sent. A cell is how far off the simulation was of the mean of the runs. "
+        f" Goals: {goals}, or as far off as one of the runs is, where that is more; what misses is bold."
     )
     yield ""
     yield from wrapped(
@@ -66,11 +67,13 @@ def _model(name: str, model: dict[str, Any]) -> Iterator[str]:
 
 
 def _slowdowns(cores: dict[str, dict[str, float]]) -> str:
-    prompts, decode = cores["prompts"], cores["decode"]
+    nothing = {"prompts": 0.0, "decode": 0.0}
+    prompts, decode, message = (cores.get(name, nothing) for name in ("prompts", "decode", "message"))
     return (
         f"A step of prompts takes {prompts['prompts']:.0%} longer beside each other one, and {prompts['decode']:.0%} "
         f"beside each that generates; one that generates {decode['prompts']:.0%} beside each of prompts, and "
-        f"{decode['decode']:.0%} beside each other"
+        f"{decode['decode']:.0%} beside each other. What goes between processes takes {message['decode']:.0%} longer "
+        "beside each step"
     )
 
 

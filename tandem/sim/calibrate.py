@@ -353,11 +353,12 @@ def run(paths: Sequence[Path], out: Path | None, *, shared_cores: bool = False) 
 
 
 def cores_tree(slowdowns: Slowdowns) -> dict[str, dict[str, float]]:
-    """`cores` of a scenario."""
+    """`cores` of a scenario, of all that loses something."""
     of_kind = {kind.value: getattr(slowdowns, kind.value) for kind in Kind}
     return {
         name: {"prompts": float(f"{beside.prompts:.4g}"), "decode": float(f"{beside.decode:.4g}")}
         for name, beside in of_kind.items()
+        if beside != Beside()
     }
 
 

@@ -19,6 +19,7 @@ from router.workers.known_pages import TOLD_S
 from router.workers.learnt import Learnt, LearntReads
 from tandem.core.identity import WORKER_ROLES, Role, WorkerKey
 from tandem.core.page_keys import PageKeys
+from tandem.sim.cores import Hops
 from tandem.sim.job import InFlight, Job
 from tandem.sim.kernel import Kernel
 from tandem.sim.load import Arrival
@@ -33,9 +34,9 @@ class Known:
     turns: requests that wait.
     """
 
-    def __init__(self, shape: WorldShape, kernel: Kernel, share: Share) -> None:
+    def __init__(self, shape: WorldShape, kernel: Kernel, hops: Hops, share: Share) -> None:
         """`share`: which of how many routers this is."""
-        self._shape, self._kernel, self._share = shape, kernel, share
+        self._shape, self._kernel, self._hops, self._share = shape, kernel, hops, share
         self.turns = Turns(self.room, shape.ageing_s, kernel.clock)
         self._pools = {role: Pool(role) for role in WORKER_ROLES}
         self._prefixes = Prefixes(shape.kv_format.layout.page_size) if shape.prefix_cache else None
@@ -166,7 +167,7 @@ class Known:
             if not to.is_dead:
                 call(job)
 
-        self._kernel.after(self._shape.message_s, arrive)
+        self._hops.send(arrive)
 
     def taken_up(self, machine: Machine, job: Job, *, steps: bool) -> None:
         """The worker has pages for it, computes it or generates."""

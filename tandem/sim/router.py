@@ -26,6 +26,7 @@ from tandem.core.errors import DeadlineError, NoWorkerError, OverloadedError, Ta
 from tandem.core.identity import WorkerKey
 from tandem.core.page_keys import PageKeys
 from tandem.core.sampling import SamplingParams
+from tandem.sim.cores import Hops
 from tandem.sim.job import InFlight, Job
 from tandem.sim.kernel import Kernel
 from tandem.sim.known import Known
@@ -86,11 +87,11 @@ class Router:
         most_waiting: requests for their turn at a time.
     """
 
-    def __init__(self, number: int, shape: WorldShape, kernel: Kernel, cluster: Cluster) -> None:
+    def __init__(self, number: int, shape: WorldShape, kernel: Kernel, hops: Hops, cluster: Cluster) -> None:
         self.number = number
         self.num_requests = self.num_placed = self.most_waiting = 0
         self._shape, self._kernel, self._cluster = shape, kernel, cluster
-        self.known = Known(shape, kernel, Share(number, shape.num_routers))
+        self.known = Known(shape, kernel, hops, Share(number, shape.num_routers))
         self._limits = TenantLimits(kernel.clock, self._num_routers)
         self._admission: Admission | None = None  # `None`: whoever comes waits
         if shape.max_waiting is not None:

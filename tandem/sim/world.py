@@ -24,7 +24,7 @@ from tandem.core.page_keys import PageKeys
 from tandem.core.pages import pages_for
 from tandem.core.sampling import SampledToken, SamplingParams
 from tandem.core.token_ids import token_ids
-from tandem.sim.cores import SharedCores
+from tandem.sim.cores import Hops, SharedCores
 from tandem.sim.faults import Death
 from tandem.sim.figures import Figures
 from tandem.sim.fleet import Fleet
@@ -83,13 +83,16 @@ class World:
     _page_names: PageNames | None = field(init=False)
     _retained: dict[WorkerKey, RetainedPrompts] = field(default_factory=dict, init=False)  # where somebody may die
     _cores: SharedCores | None = field(default=None, init=False)
+    _hops: Hops = field(init=False)
     _followed: list[Outcome] = field(default_factory=list, init=False)  # of requests that came behind others
 
     def __post_init__(self) -> None:
         shape = self.shape
         self._cores = SharedCores(self.kernel, shape.slowdowns) if shape.slowdowns is not None else None
         self._page_names = PageNames(shape.layout.page_size) if shape.prefix_cache else None
-        self.routers = tuple(Router(number, shape, self.kernel, self) for number in range(shape.num_routers))
+        self._hops = Hops(self.kernel, shape.message_s, self._cores)
+        numbers = range(shape.num_routers)
+        self.routers = tuple(Router(number, shape, self.kernel, self._hops, self) for number in numbers)
         self._whom = random.Random(f"{shape.seed}:routers")
         self._reports = Reports(shape, self.kernel, [router.known for router in self.routers])
         if len(self.routers) > 1:
@@ -221,7 +224,7 @@ class World:
         """It has ended: behind all else prefill workers hear that they need not keep anything for it."""
         for key in request.kept_at:
             drop = partial(self._retained[key].drop, str(request.outcome.arrival.number))
-            self.kernel.after(self.shape.message_s, partial(self.machines[key].between_steps, drop))
+            self._hops.send(partial(self.machines[key].between_steps, drop))
 
     def start(self, job: Job) -> None:
         """At its prefill worker."""
@@ -298,7 +301,7 @@ class World:
         start_s = max(self._link_free_s[key], job.began_s, job.granted_s)
         end_s = max(start_s + num_sent / bytes_per_s, now_s + num_last / bytes_per_s)
         self._link_free_s[key] = end_s
-        self.kernel.at(end_s + shape.latency_s, partial(self._sent, job))
+        self._hops.take(end_s, shape.latency_s, partial(self._sent, job))
 
     def _bytes_to_send(self, job: Job) -> tuple[int, int]:
         """Of all that decode lacks of a prompt, and of what the last chunk has of that."""
@@ -414,7 +417,7 @@ class World:
             job.request.turn.granted()
             if job.prefill is None and not self._router(job).find_prefill(job):
                 continue
-            self.kernel.after(self.shape.message_s, partial(self._granted, job))
+            self._hops.send(partial(self._granted, job))
 
     def _compute_here(self, job: Job) -> None:
         prompt = self._choice(job)
@@ -578,7 +581,7 @@ class World:
                 key="faults",
             )
         machine.die()
-        self.kernel.after(self.shape.message_s, partial(self._died, machine))
+        self._hops.send(partial(self._died, machine))
 
     def _died(self, machine: Machine) -> None:
         """Routers hear of it."""
@@ -593,7 +596,7 @@ class World:
         for key, cancel in ways:
             machine = self.machines[key]
             if not machine.is_dead:
-                self.kernel.after(self.shape.message_s, partial(machine.between_steps, partial(cancel, job)))
+                self._hops.send(partial(machine.between_steps, partial(cancel, job)))
 
     def _cancel_at_prefill(self, job: Job) -> None:
         if job.prompt is not None:

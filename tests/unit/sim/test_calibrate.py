@@ -20,7 +20,7 @@ from tandem.core.step_times import Fitted, Terms
 from tandem.core.time_model import FittedSpec, read_time_model
 from tandem.core.windows import Windows
 from tandem.sim.calibrate import Step, fit, fit_shared, read_steps, run, seconds_by_state, spec_of, tree_of
-from tandem.sim.cores import Beside, Kind, SharedCores, Slowdowns
+from tandem.sim.cores import STEPS, Beside, Kind, SharedCores, Slowdowns
 from tandem.sim.kernel import Kernel
 from tandem.sim.scenario import read_scenario
 from tandem.worker.step_log import SUFFIX, StepLog
@@ -181,7 +181,7 @@ def steps_in_turn(together: Sequence[tuple[int, int]], slowdowns: Slowdowns) -> 
     same moment to the same."""
     rng, found, now_s = random.Random(4), list[Step](), 0.0
     for number in range(900):
-        nums = dict(zip(Kind, together[number % len(together)], strict=True))
+        nums = dict(zip(STEPS, together[number % len(together)], strict=True))
         seconds = rng.uniform(0.01, 0.1)
         for kind, num in nums.items():
             for worker in rng.sample(range(2), num):

@@ -12,7 +12,7 @@ from test_world import LATENCY_S, MESSAGE_S, SHAPE, STEP_S, TOKEN_S, simulated
 
 from tandem.core.config_tree import build
 from tandem.core.errors import ConfigError
-from tandem.sim.cores import Beside, Kind, SharedCores, Slowdowns
+from tandem.sim.cores import STEPS, Beside, Hops, Kind, SharedCores, Slowdowns
 from tandem.sim.kernel import Kernel
 from tandem.sim.load import Arrival, Lengths, drawn
 from tandem.sim.scenario import Scenario
@@ -53,6 +53,42 @@ def test_what_a_step_loses_to_others_adds_up() -> None:
     assert slowdowns.of(Kind.PROMPTS, 3, 1) == 1 + 2 * 0.5 + 0.25
     assert slowdowns.of(Kind.DECODE, 0, 1) == 1.0
     assert slowdowns.of(Kind.DECODE, 2, 3) == 1 + 2 * 0.125 + 2 * 2.0
+    assert slowdowns.of(Kind.MESSAGE, 2, 3) == 1.0
+
+
+def test_a_message_waits_for_cores_that_steps_have_and_takes_them_from_none() -> None:
+    slowdowns = Slowdowns(message=Beside(prompts=3.0, decode=1.0))
+    assert slowdowns.of(Kind.MESSAGE, 0, 0) == 1.0
+    assert slowdowns.of(Kind.MESSAGE, 2, 3) == 1 + 2 * 3.0 + 3 * 1.0
+    kernel = Kernel(0.0)
+    cores, ends_s = SharedCores(kernel, slowdowns), dict[str, float]()
+    hops = Hops(kernel, 1.0, cores)
+    cores.run(Kind.PROMPTS, 2.0, lambda: ends_s.update(prompt=kernel.now_s))
+    hops.send(lambda: ends_s.update(message=kernel.now_s))
+    hops.take(2.5, 0.25, lambda: ends_s.update(handoff=kernel.now_s))
+    kernel.run_all()
+    assert ends_s == pytest.approx({"prompt": 2.0, "message": 2.5, "handoff": 2.75})
+
+
+def test_a_message_between_hosts_takes_its_time() -> None:
+    kernel, came_s = Kernel(1.0), list[float]()
+    hops = Hops(kernel, 0.5, None)
+    hops.send(lambda: came_s.append(kernel.now_s))
+    hops.take(3.0, 0.25, lambda: came_s.append(kernel.now_s))
+    kernel.run_all()
+    assert came_s == [1.5, 3.25]
+
+
+def test_first_and_second_tokens_come_later_where_messages_wait_for_cores() -> None:
+    arrivals = [Arrival(number, 5.0 + 0.02 * number, 100, 11) for number in range(4)]
+    shapes = [
+        dataclasses.replace(SHAPE, slowdowns=Slowdowns(decode=Beside(decode=1e-9), message=Beside(loss, loss)))
+        for loss in (0.0, 10.0)
+    ]
+    (_, apart), (_, waits) = (simulated(shape, arrivals) for shape in shapes)
+    last, later = (max(found, key=lambda one: one.second_token_s) for found in (apart, waits))
+    assert later.second_token_s - last.second_token_s > 5 * LATENCY_S
+    assert max(one.ttft_s for one in waits) > max(one.ttft_s for one in apart)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +110,7 @@ def test_where_nothing_is_lost_each_worker_has_its_own_cores() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.floats(0.0, 5.0), st.floats(0.001, 3.0), st.sampled_from(Kind)), min_size=1, max_size=20)
+    st.lists(st.tuples(st.floats(0.0, 5.0), st.floats(0.001, 3.0), st.sampled_from(STEPS)), min_size=1, max_size=20)
 )
 def test_a_core_is_never_idle_while_there_are_steps(steps: list[tuple[float, float, Kind]]) -> None:
     """One core, of which each step has its share: all are done when a queue would have done them."""

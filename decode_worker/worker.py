@@ -48,7 +48,7 @@ from tandem.worker.sessions import SessionHub
 from tandem.worker.step import AheadHooks, StepHooks
 from tandem.worker.step_engine import StepEngine
 from tandem.worker.ticker import Ticker
-from tandem.worker.wire import spec_from_proto
+from tandem.worker.wire import join_events, spec_from_proto
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -75,6 +75,7 @@ class DecodeWorker:
             parts.read_status,
             self.read_report,
             parts.cache.news,
+            join=join_events,
             heartbeat_s=transport.lease_s / 4,
             interval_s=parts.config.metrics.worker_interval_s,
         )

@@ -43,7 +43,7 @@ from tandem.worker.parts import WorkerParts
 from tandem.worker.sessions import SessionHub
 from tandem.worker.step import StepHooks
 from tandem.worker.ticker import Ticker
-from tandem.worker.wire import refusal_from_proto, spec_from_proto
+from tandem.worker.wire import join_events, refusal_from_proto, spec_from_proto
 
 _log = logging.getLogger(__name__)
 
@@ -66,6 +66,7 @@ class PrefillWorker:
             parts.read_status,
             self.read_report,
             parts.cache.news,
+            join=join_events,
             heartbeat_s=transport.lease_s / 4,
             interval_s=parts.config.metrics.worker_interval_s,
         )

@@ -278,7 +278,7 @@ class WorkerSession:
         """One connection, from its opening to its end. Raises `WorkerLostError` or gRPC's error."""
         self._commands, self._num_sent = asyncio.Queue(), 0
         self._is_overdue = False  # not before: the last stream counts as open until it is closed
-        async with make_channel(self.member.address) as channel:
+        async with make_channel(self.member.address, is_near=True) as channel:
             stub: Any = PrefillServiceStub(channel) if self.is_prefill else DecodeServiceStub(channel)
             call = stub.Session()
             watchdog = Watchdog(self._lease_s, call.cancel, self._set_overdue)

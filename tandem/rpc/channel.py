@@ -48,19 +48,26 @@ _SERVER: list[tuple[str, int]] = [
 ]
 
 
-def make_channel(address: str, security: Security | None = None) -> aio.Channel:
+# What a peer may send beyond what is read. With gRPC's default of 64 KiB and more a stream of small messages runs
+# hundreds of them ahead of a reader that is behind, and what is urgent comes last.
+_NEAR: list[tuple[str, int]] = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+
+
+def make_channel(address: str, security: Security | None = None, *, is_near: bool = False) -> aio.Channel:
     """A channel to `host:port`; must be called in a running event loop.
 
     Args:
         security: of the caller; default: this process's.
+        is_near: the other side does not send far ahead of what is read here: what comes is newest, and it may join what
+            waits there.
 
     Raises:
         ConfigError: the address is beyond loopback, and there are no certificates.
     """
     credentials = (security or current()).channel_credentials(host_of(address))
     if credentials is None:
-        return aio.insecure_channel(address, options=_CHANNEL)
-    return aio.secure_channel(address, credentials, options=_SECURE_CHANNEL)
+        return aio.insecure_channel(address, options=[*_CHANNEL, *(_NEAR if is_near else ())])
+    return aio.secure_channel(address, credentials, options=[*_SECURE_CHANNEL, *(_NEAR if is_near else ())])
 
 
 def make_blocking_channel(address: str, security: Security | None = None) -> grpc.Channel:

@@ -28,11 +28,15 @@ class ServedStream(Generic[Outgoing]):
     Args:
         number: of the stream among those of its kind.
         cut_off: called when the peer is too far behind; it must not count on the stream to move again.
+        join: adds its second message to the first one, and says so, where a peer may read both as one. What has
+            come to wait while the peer was behind then takes it one message; `None`: it reads each.
     """
 
-    def __init__(self, number: int, cut_off: Callable[[], None]) -> None:
+    def __init__(
+        self, number: int, cut_off: Callable[[], None], join: Callable[[Outgoing, Outgoing], bool] | None = None
+    ) -> None:
         self.number = number
-        self._cut_off = cut_off
+        self._cut_off, self._join = cut_off, join
         self._pending: deque[Outgoing] = deque()
         self._wake = asyncio.Event()
         self.closed = False
@@ -63,7 +67,10 @@ class ServedStream(Generic[Outgoing]):
         """What is queued, until it ends."""
         while self._pending or not self.closed:
             while self._pending:
-                yield self._pending.popleft()
+                message = self._pending.popleft()
+                while self._join is not None and self._pending and self._join(message, self._pending[0]):
+                    self._pending.popleft()
+                yield message
             self._wake.clear()
             if not self.closed:
                 await self._wake.wait()

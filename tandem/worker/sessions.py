@@ -1,7 +1,8 @@
 """The worker's end of its sessions with routers: commands in, events out, status as the heartbeat.
 
-One bidirectional stream per router. Events of one step leave in one message. The end of a stream, however it comes,
-ends all that the router had started here: no request outlives the router that wants it.
+One bidirectional stream per router. Events of one step leave in one message, those of several where the router is
+behind. The end of a stream, however it comes, ends all that the router had started here: no request outlives the router
+that wants it.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class SessionHub(Generic[Command, Event, Events]):
         loop: the worker's event loop.
         make_events: builds a message of events, a status, and how many of the session's commands the status shows.
         hello: the first events of every session.
+        join: adds its second message to the first one, and says so, where they may go as one.
         take_news: events for all routers that have come up since the last call; asked for before each status of all.
         read_status: a fresh snapshot of the worker's load; must be safe to call from the event loop.
         read_report: the same, with what is too long for every message: for hellos and heartbeats.
@@ -54,12 +56,14 @@ class SessionHub(Generic[Command, Event, Events]):
         read_report: Callable[[], pb.WorkerStatus],
         take_news: Callable[[], Sequence[Event]] = lambda: (),
         *,
+        join: Callable[[Events, Events], bool] | None = None,
         heartbeat_s: float,
         interval_s: float,
     ) -> None:
         self._handler = handler
         self._loop = loop
         self._make_events = make_events
+        self._join = join
         self._hello = hello
         self._read_status = read_status
         self._read_report = read_report
@@ -132,7 +136,7 @@ class SessionHub(Generic[Command, Event, Events]):
             if self._sessions:
                 self._changed.set()  # as in `_tell_all`
                 break
-        session: ServedStream[Events] = ServedStream(self._next, cut_off)
+        session: ServedStream[Events] = ServedStream(self._next, cut_off, self._join)
         self._next += 1
         self._sessions[session.number] = session
         self._num_commands[session.number] = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,11 @@ from tandem.worker.prompt_scoring import PromptScoring
 from tandem.worker.request import AttemptFailed, AttemptSpec, ChoiceJournal, PromptScored, TokenSampled
 from tandem.worker.sequence import FinishReason
 from tandem.worker.spans import Span
+
+# Of a message that is made of several: events at most, those that go by themselves, and what not every status tells.
+_MOST_JOINED = 256
+_LONG = {"hello", "cached", "scored", "pooled"}
+_REPORTS = ("tiers", "links")
 
 FINISH_REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -266,3 +271,27 @@ def refusal_from_proto(message: pb.Error) -> tuple[RefusalReason, str]:
 
 def spans_to_proto(spans: Iterable[Span]) -> list[pb.WorkSpan]:
     return [pb.WorkSpan(**by_name(span)) for span in spans]
+
+
+def join_events(events: Any, later: Any) -> bool:
+    """Add what came later to a message for a router that is behind: events in order, under the newer status. Whether
+    they may go as one: what may be long goes by itself, and what heartbeats alone tell stays.
+
+    Args:
+        events, later: `DecodeEvents`, or `PrefillEvents`; what has been added to one is short.
+    """
+    if len(events.events) + len(later.events) > _MOST_JOINED or _is_long(events.events[:1]) or _is_long(later.events):
+        return False
+    has_status = later.HasField("status")
+    if has_status and any(events.status.HasField(report) > later.status.HasField(report) for report in _REPORTS):
+        return False
+    events.events.extend(later.events)
+    if has_status:
+        events.status.CopyFrom(later.status)
+    if later.HasField("num_commands"):
+        events.num_commands = later.num_commands
+    return True
+
+
+def _is_long(events: Sequence[Any]) -> bool:
+    return any(event.WhichOneof("event") in _LONG for event in events)

@@ -4,6 +4,9 @@ The first use of a page takes a huge page in each layer. Until the whole arena h
 slower by tens of milliseconds. This thread takes memory somewhat ahead of its use, and mostly while the worker rests.
 It has the lowest priority, because another worker may compute on these cores: on virtual machines whose host gives
 memory on first touch, a gigabyte takes two seconds of a core.
+
+A thread of the lowest priority that holds a lock, or the interpreter's, while others have its core holds up whoever
+wants that lock. So it is woken only where there is memory to take, and shares no lock with the worker.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import contextlib
 import logging
 import os
 import threading
+from queue import SimpleQueue
 
 from tandem.engine.arena import KVArena
 
@@ -34,7 +38,8 @@ class PagesAhead:
         self._first_untouched = 0
         self._is_resting = True
         self._stopping = False
-        self._changed = threading.Condition()
+        self._wakes = SimpleQueue[None]()
+        self._is_woken = False
         #: Pages that are resident.
         self.num_ready = 0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -48,23 +53,24 @@ class PagesAhead:
 
     def used(self, first_untouched: int) -> None:
         """The worker computes now, and has not used the pages from this one on; on one thread, as `rest` is."""
-        if self._is_resting or first_untouched > self._first_untouched:
-            with self._changed:
-                self._first_untouched = max(self._first_untouched, first_untouched)
-                self._is_resting = False
-                self._changed.notify()
+        self._first_untouched = max(self._first_untouched, first_untouched)
+        self._is_resting = False
+        self._wake_if_wanted()
 
     def rest(self) -> None:
         """The worker computes nothing until `used` is called."""
-        with self._changed:
-            self._is_resting = True
-            self._changed.notify()
+        self._is_resting = True
+        self._wake_if_wanted()
 
     def stop(self) -> None:
-        with self._changed:
-            self._stopping = True
-            self._changed.notify()
+        self._stopping = True
+        self._wakes.put(None)
         self._thread.join()
+
+    def _wake_if_wanted(self) -> None:
+        if self.num_ready < self._num_wanted() and not self._is_woken:
+            self._is_woken = True
+            self._wakes.put(None)
 
     def _num_wanted(self) -> int:
         ahead = self._ahead_at_rest if self._is_resting else self._ahead_at_work
@@ -73,15 +79,14 @@ class PagesAhead:
     def _run(self) -> None:
         with contextlib.suppress(OSError):  # Linux alone has priorities of threads
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_PRIORITY)
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._stopping or self.num_ready < self._num_wanted())
-                if self._stopping:
+        while not self._stopping:
+            self._is_woken = False  # before the look: what is wanted behind it wakes anew
+            while self.num_ready < self._num_wanted() and not self._stopping:
+                end = min(self.num_ready + self._step, self._arena.num_pages)
+                try:
+                    self._arena.populate(self.num_ready, end)
+                except OSError as error:  # then each page is made at its first use, as ever
+                    _log.warning("KV pages are not made resident ahead of use: %s", error)
                     return
-            end = min(self.num_ready + self._step, self._arena.num_pages)
-            try:
-                self._arena.populate(self.num_ready, end)
-            except OSError as error:  # then each page is made at its first use, as ever
-                _log.warning("KV pages are not made resident ahead of use: %s", error)
-                return
-            self.num_ready = end
+                self.num_ready = end
+            self._wakes.get()

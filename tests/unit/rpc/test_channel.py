@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import pytest
 
 from tandem.rpc.channel import make_channel
-from tandem.rpc.v1 import control_pb2, control_pb2_grpc
+from tandem.rpc.v1 import common_pb2, control_pb2, control_pb2_grpc, decode_pb2, decode_pb2_grpc
+from tests.support import grpc_server
 from tests.unit.rpc.test_rpc_security import LOOPBACK, PLAIN, ask, serving
 
 Before = Callable[[int, asyncio.StreamReader], Awaitable[None]]
@@ -53,6 +55,44 @@ async def forwarding(port: int, before: Before) -> AsyncIterator[int]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_near", [False, True])
+async def test_a_server_sends_far_ahead_of_its_reader_but_not_on_a_near_channel(is_near: bool) -> None:
+    """What it has sent cannot be joined with what comes later; a large message goes all the same."""
+    decode = Endless()
+    added = decode_pb2_grpc.add_DecodeServiceServicer_to_server
+    async with AsyncExitStack() as stack:
+        port = await stack.enter_async_context(grpc_server.serving(added, decode, PLAIN))
+        channel = await stack.enter_async_context(make_channel(f"{LOOPBACK}:{port}", is_near=is_near))
+        stub: Any = decode_pb2_grpc.DecodeServiceStub(channel)
+        call = stub.Session()
+        for _ in range(3):
+            await call.read()
+        before = -1
+        while before != decode.num_sent:  # that none follows can only be waited for
+            before = decode.num_sent
+            await asyncio.sleep(0.3)
+        ahead = decode.num_sent - 3
+        assert (ahead < 50) if is_near else (ahead > 300)
+        decode.num_bytes = 3 << 20
+        while len((await call.read()).SerializeToString()) < decode.num_bytes:
+            pass
+        call.cancel()
+
+
+class Endless(decode_pb2_grpc.DecodeServiceServicer):
+    """Sends as much as it may."""
+
+    def __init__(self) -> None:
+        self.num_sent, self.num_bytes = 0, 100
+
+    async def Session(self, _: Any, __: Any) -> AsyncIterator[decode_pb2.DecodeEvents]:
+        while True:
+            failed = common_pb2.AttemptFailed(request_id="r" * self.num_bytes)
+            yield decode_pb2.DecodeEvents(events=[decode_pb2.DecodeEvent(failed=failed)])
+            self.num_sent += 1
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import threading
 import time
 from collections.abc import Iterator
 
@@ -96,6 +97,31 @@ def test_memory_that_is_not_there_is_said_at_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(arena_module, "populate", full)
     with pytest.raises(ConfigError, match=r"cannot make 131072 bytes .*: Cannot allocate memory; lower"):
         KVArena(LAYOUT, 1).preallocate()
+
+
+def num_wakes(name: str) -> int:
+    """How often a thread of this process has run and waited again."""
+    (tid,) = (thread.native_id for thread in threading.enumerate() if thread.name == name)
+    with open(f"/proc/self/task/{tid}/status") as lines:
+        return sum(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches"))
+
+
+def test_a_thread_of_the_lowest_priority_sleeps_while_there_is_nothing_to_take() -> None:
+    """Else it would hold Python's lock while others have its core, at each step."""
+    arena = KVArena(LAYOUT, 256)
+    with running(arena) as ahead:
+        ahead.used(8)
+        ahead.rest()
+        wait_for(ahead, 40)
+        settled(ahead)
+        before = num_wakes("ahead")
+        for _ in range(300):
+            ahead.used(8)
+            time.sleep(0.0005)  # it would run in it
+            ahead.rest()
+        assert num_wakes("ahead") == before
+        ahead.used(256)
+        wait_for(ahead, 256)
 
 
 @pytest.mark.long

@@ -62,6 +62,10 @@ class Stream:
         while (command := await self._commands.get()) is not None:
             yield command
 
+    def go_on(self) -> None:
+        """Read from now on."""
+        self._reads.set()
+
     def say(self, command: str | None) -> None:
         self._commands.put_nowait(command)
 
@@ -91,6 +95,7 @@ def make_hub(
     interval_s: float = 0.0,
     hello: Callable[[], Sequence[str]] = lambda: ["hello"],
     take_news: Callable[[], Sequence[str]] = lambda: (),
+    join: Callable[[Message, Message], bool] | None = None,
 ) -> SessionHub[str, str, Message]:
     def make(events: Sequence[str], status: pb.WorkerStatus, num_commands: int) -> Message:
         return Message(list(events), status, num_commands)
@@ -104,6 +109,7 @@ def make_hub(
         lambda: pb.WorkerStatus(num_running=next(counter)),
         lambda: pb.WorkerStatus(num_running=next(counter), links=pb.LinkReport()),
         take_news,
+        join=join,
         heartbeat_s=heartbeat_s,
         interval_s=interval_s,
     )
@@ -147,6 +153,31 @@ async def test_much_news_is_told_piece_by_piece_without_a_heartbeat() -> None:
         assert await first.events(4) == ["hello", "n4", "n5", "n6"]
     finally:
         beat.cancel()
+
+
+async def test_what_waits_while_a_router_is_behind_goes_to_it_as_one_message() -> None:
+    """The newest status with it, and all events in their order."""
+
+    def join(message: Message, later: Message) -> bool:
+        if "by itself" in (*message.events, *later.events):
+            return False
+        message.events += later.events
+        message.status, message.num_commands = later.status, later.num_commands
+        return True
+
+    hub = make_hub(Handler(), join=join)
+    stream = Stream(hub, reads=False)
+    await stream.messages(1)
+    for number in range(6):
+        hub.emit({0: ["by itself" if number == 3 else str(number)]})
+    stream.say("do")
+    hub.emit({0: ["last"]})
+    stream.go_on()
+    assert await stream.events(8) == ["hello", "0", "1", "2", "by itself", "4", "5", "last"]
+    assert [message.events for message in stream.heard[1:]] == [["0", "1", "2"], ["by itself"], ["4", "5", "last"]]
+    statuses = [message.status.num_running for message in stream.heard]
+    assert statuses == sorted(statuses)
+    assert statuses[-1] - statuses[1] == 4, "that of the last event"
 
 
 async def test_events_go_to_their_session_and_broadcasts_to_all() -> None:

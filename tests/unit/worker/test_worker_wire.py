@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 import pytest
 from hypothesis import example, given
@@ -39,6 +41,7 @@ from tandem.worker.wire import (
     fill_token,
     grant_from_proto,
     grant_to_proto,
+    join_events,
     part_from_proto,
     part_to_proto,
     refusal_from_proto,
@@ -257,3 +260,47 @@ def test_a_request_comes_as_its_router_described_it() -> None:
     message.num_choices = 1
     with pytest.raises(InvalidRequestError, match="2 journals of 1 choices"):
         spec_from_proto(message)
+
+
+# -- several messages as one
+
+
+def tokens(*ids: int) -> list[decode_pb2.DecodeEvent]:
+    return [decode_pb2.DecodeEvent(token=pb.Token(token_id=token_id)) for token_id in ids]
+
+
+def test_events_that_are_joined_stay_in_order_under_the_newer_status() -> None:
+    first = decode_pb2.DecodeEvents(events=tokens(1, 2), status=pb.WorkerStatus(num_running=3, steps=7), num_commands=4)
+    later = decode_pb2.DecodeEvents(events=tokens(3), status=pb.WorkerStatus(num_running=0, steps=8), num_commands=5)
+    assert join_events(first, later)
+    assert [event.token.token_id for event in first.events] == [1, 2, 3]
+    assert (first.status.num_running, first.status.steps, first.num_commands) == (0, 8, 5)
+    assert join_events(first, decode_pb2.DecodeEvents(events=tokens(4)))
+    assert (first.status.steps, first.num_commands, len(first.events)) == (8, 5, 4), "nobody has said anything newer"
+
+
+@pytest.mark.parametrize(
+    "event", [{"hello": pb.WorkerInfo()}, {"cached": pb.CachedPages()}, {"scored": pb.PromptScored()}]
+)
+def test_what_may_be_long_is_joined_with_nothing(event: dict[str, Any]) -> None:
+    long = decode_pb2.DecodeEvents(events=[decode_pb2.DecodeEvent(**event)])
+    short = decode_pb2.DecodeEvents(events=tokens(1))
+    assert not join_events(long, short)
+    assert not join_events(short, long)
+    assert (len(long.events), len(short.events)) == (1, 1)
+
+
+@pytest.mark.parametrize("report", [{"links": pb.LinkReport()}, {"tiers": pb.TierReport()}])
+def test_what_heartbeats_alone_tell_is_not_lost_behind_a_newer_status(report: dict[str, Any]) -> None:
+    beat = decode_pb2.DecodeEvents(status=pb.WorkerStatus(num_running=1, **report))
+    step = decode_pb2.DecodeEvents(events=tokens(1), status=pb.WorkerStatus(num_running=2))
+    assert not join_events(beat, step)
+    assert join_events(step, beat)
+    assert any(step.status.HasField(name) for name in report)
+
+
+def test_a_message_of_several_has_a_bound() -> None:
+    full, step = decode_pb2.DecodeEvents(), decode_pb2.DecodeEvents(events=tokens(*range(8)))
+    while join_events(full, step):
+        assert len(full.events) < 1000
+    assert len(full.events) == 256

@@ -30,8 +30,9 @@ async def test_a_silent_worker_gets_nothing_new_while_its_stream_is_closed(monke
     session, make = WorkerSession(member, lease_s=LEASE_S, observer=Unheard()), session_module.make_channel
 
     @asynccontextmanager
-    async def watched(address: str) -> AsyncIterator[Any]:
-        async with make(address) as channel:
+    async def watched(address: str, *, is_near: bool) -> AsyncIterator[Any]:
+        assert is_near, "tokens must not run ahead of what else it says"
+        async with make(address, is_near=is_near) as channel:
             try:
                 yield channel
             finally:

@@ -49,8 +49,9 @@ _SERVER: list[tuple[str, int]] = [
 
 
 # What a peer may send beyond what is read. With gRPC's default of 64 KiB and more a stream of small messages runs
-# hundreds of them ahead of a reader that is behind, and what is urgent comes last.
-_NEAR: list[tuple[str, int]] = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+# hundreds of them ahead of a reader that is behind, and what is urgent comes last. It costs each message that is longer
+# one more way there and back: the steps of some eighty sequences, and what is told of caches.
+_NEAR: list[tuple[str, int]] = [("grpc.http2.lookahead_bytes", 4096), ("grpc.http2.bdp_probe", 0)]
 
 
 def make_channel(address: str, security: Security | None = None, *, is_near: bool = False) -> aio.Channel:

@@ -26,10 +26,10 @@ from tandem.worker.request import AttemptFailed, AttemptSpec, ChoiceJournal, Pro
 from tandem.worker.sequence import FinishReason
 from tandem.worker.spans import Span
 
-# Of a message that is made of several: events at most, those that go by themselves, and what not every status tells.
-_MOST_JOINED = 256
+# Of a message that is made of several: events at most, and those that go by themselves. Several steps of a large batch
+# must fit in one, or a router that is behind stays behind.
+_MOST_JOINED = 4096
 _LONG = {"hello", "cached", "scored", "pooled"}
-_REPORTS = ("tiers", "links")
 
 FINISH_REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -275,15 +275,16 @@ def spans_to_proto(spans: Iterable[Span]) -> list[pb.WorkSpan]:
 
 def join_events(events: Any, later: Any) -> bool:
     """Add what came later to a message for a router that is behind: events in order, under the newer status. Whether
-    they may go as one: what may be long goes by itself, and what heartbeats alone tell stays.
+    they may go as one: nothing joins what begins with something long, and what is long joins nothing; what heartbeats
+    alone tell, the links, stays.
 
     Args:
-        events, later: `DecodeEvents`, or `PrefillEvents`; what has been added to one is short.
+        events, later: `DecodeEvents`, or `PrefillEvents`.
     """
     if len(events.events) + len(later.events) > _MOST_JOINED or _is_long(events.events[:1]) or _is_long(later.events):
         return False
     has_status = later.HasField("status")
-    if has_status and any(events.status.HasField(report) > later.status.HasField(report) for report in _REPORTS):
+    if has_status and events.status.HasField("links") and not later.status.HasField("links"):
         return False
     events.events.extend(later.events)
     if has_status:

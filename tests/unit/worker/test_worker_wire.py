@@ -290,17 +290,18 @@ def test_what_may_be_long_is_joined_with_nothing(event: dict[str, Any]) -> None:
     assert (len(long.events), len(short.events)) == (1, 1)
 
 
-@pytest.mark.parametrize("report", [{"links": pb.LinkReport()}, {"tiers": pb.TierReport()}])
-def test_what_heartbeats_alone_tell_is_not_lost_behind_a_newer_status(report: dict[str, Any]) -> None:
-    beat = decode_pb2.DecodeEvents(status=pb.WorkerStatus(num_running=1, **report))
+def test_what_heartbeats_alone_tell_is_not_lost_behind_a_newer_status() -> None:
+    beat = decode_pb2.DecodeEvents(status=pb.WorkerStatus(num_running=1, links=pb.LinkReport()))
     step = decode_pb2.DecodeEvents(events=tokens(1), status=pb.WorkerStatus(num_running=2))
     assert not join_events(beat, step)
     assert join_events(step, beat)
-    assert any(step.status.HasField(name) for name in report)
+    assert step.status.HasField("links")
 
 
-def test_a_message_of_several_has_a_bound() -> None:
-    full, step = decode_pb2.DecodeEvents(), decode_pb2.DecodeEvents(events=tokens(*range(8)))
+def test_a_message_of_several_has_a_bound_that_many_steps_of_a_large_batch_fit_in() -> None:
+    full, step = decode_pb2.DecodeEvents(), decode_pb2.DecodeEvents(events=tokens(*range(256)))
+    num_joined = 0
     while join_events(full, step):
-        assert len(full.events) < 1000
-    assert len(full.events) == 256
+        num_joined += 1
+        assert num_joined < 100
+    assert num_joined == 16

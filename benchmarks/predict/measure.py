@@ -116,7 +116,8 @@ def network(alone: Run, steps: Sequence[Step]) -> tuple[float, float]:
 
 
 def message_loss(tree: Mapping[str, Any], many: Run) -> Beside:
-    """What a message loses to each step, whichever it is, with which a second token comes as late as it did."""
+    """What a message loses to each step, whichever it is, with which a second token comes as late as it did. Nothing,
+    where none makes it that late."""
     recorded, wanted_s = _recorded(many), measured_second_token_s(many.records)
 
     def is_enough(loss: float) -> bool:
@@ -125,7 +126,9 @@ def message_loss(tree: Mapping[str, Any], many: Run) -> Beside:
         return second_token_s(found) >= wanted_s
 
     low, high = 0.0, 1.0
-    while high < _MOST_LOST and not is_enough(high):
+    while not is_enough(high):
+        if high >= _MOST_LOST:
+            return Beside()
         low, high = high, 2 * high
     for _ in range(_HALVINGS):
         middle = (low + high) / 2

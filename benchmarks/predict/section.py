@@ -31,7 +31,7 @@ def section(content: dict[str, Any]) -> Iterator[str]:
         "token take beside steps, to the first, and how much longer that takes while workers compute, to the second. "
         "The other loads are only asked about: closed ones as so many clients, open ones with the times at which "
         "requests were sent. A cell is how far off the simulation was of the mean of the runs. "
-        f" Goals: {goals}, or as far off as one of the runs is, where that is more; what misses is bold."
+        f"Goals: {goals}, or as far off as one of the runs is, where that is more; what misses is bold."
     )
     yield ""
     yield from wrapped(

@@ -107,7 +107,8 @@ class SharedCores:
 
 
 class Hops:
-    """What goes from one process to another: in a time that is known, or as the steps on shared cores let it."""
+    """What goes from one process to another for a request: in a time that is known, or as the steps on shared cores let
+    it. Of what processes tell each other besides, such as reports of loads, the time is always known."""
 
     def __init__(self, kernel: Kernel, message_s: float, cores: SharedCores | None) -> None:
         self._kernel, self._message_s, self._cores = kernel, message_s, cores

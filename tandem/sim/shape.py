@@ -90,7 +90,7 @@ class WorldShape:
     change_s: in which one that holds nothing changes its role.
     ttft_s, tpot_s: by when tokens are wanted.
     settings: of the law by which pools follow their load.
-    slowdowns: of steps beside others, where all workers share one host's cores; `None`: each has its own.
+    slowdowns: of steps and messages beside steps, where all workers share one host's cores; `None`: each has its own.
     faults: who dies when, and which ways become slow.
     prefix_cache: workers keep pages of prompts, and requests go where theirs are.
     tiers: that each worker has below its pool, where `prefix_cache`; `None`: none.

@@ -165,16 +165,18 @@ class SessionHub(Generic[Command, Event, Events]):
 
     async def beat(self) -> None:
         """Send the status when it changed, and as a heartbeat; runs as long as the worker."""
+        slept_s = 0.0  # since the last one
         while True:
             with suppress(TimeoutError):  # nothing changed: the status goes out as a heartbeat
                 # Not `wait_for`: in Python 3.11 it swallows a cancel that comes together with the event.
-                async with asyncio.timeout(self._heartbeat_s):
+                async with asyncio.timeout(self._heartbeat_s - slept_s):
                     await self._changed.wait()
             self._changed.clear()
             if self._sessions:
                 self._tell_all(self._read_report())
             # A busy worker changes at every step; routers need it a few times a second.
-            await asyncio.sleep(min(self._interval_s, self._heartbeat_s))
+            slept_s = min(self._interval_s, self._heartbeat_s)
+            await asyncio.sleep(slept_s)
 
     def close(self) -> None:
         """End every session once what is queued has gone out; the server bounds how long that may take.

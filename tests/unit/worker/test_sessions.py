@@ -12,6 +12,7 @@ import pytest
 from tandem.rpc import duplex
 from tandem.rpc.v1 import common_pb2 as pb
 from tandem.worker.sessions import SessionHub
+from tests.support.waiting import until
 
 WAIT_S = 60.0
 
@@ -289,6 +290,26 @@ async def test_a_long_interval_does_not_hold_the_heartbeat_back() -> None:
             await stream._changed.wait()
     beat.cancel()
     hub.close()
+
+
+async def test_an_idle_worker_speaks_each_heartbeat_whatever_it_has_slept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice as long would be silence to a router with a short lease."""
+    waits, timeout = list[float](), asyncio.timeout
+
+    def noted(delay_s: float) -> asyncio.Timeout:
+        waits.append(delay_s)
+        return timeout(delay_s)
+
+    hub = make_hub(Handler(), heartbeat_s=0.05, interval_s=0.03)
+    stream = Stream(hub)
+    await stream.messages(1)
+    monkeypatch.setattr(asyncio, "timeout", noted)
+    beat = asyncio.create_task(hub.beat())
+    await until(lambda: len(waits) >= 4, "three heartbeats")
+    monkeypatch.undo()
+    beat.cancel()
+    hub.close()
+    assert waits[:4] == [0.05, *[pytest.approx(0.02)] * 3]
 
 
 async def test_the_last_word_is_the_status() -> None:

@@ -38,10 +38,10 @@ class SessionHub(Generic[Command, Event, Events]):
         loop: the worker's event loop.
         make_events: builds a message of events, a status, and how many of the session's commands the status shows.
         hello: the first events of every session.
-        join: adds its second message to the first one, and says so, where they may go as one.
         take_news: events for all routers that have come up since the last call; asked for before each status of all.
         read_status: a fresh snapshot of the worker's load; must be safe to call from the event loop.
         read_report: the same, with what is too long for every message: for hellos and heartbeats.
+        join: adds its second message to the first one, and says so, where they may go as one.
         heartbeat_s: longest silence towards a router, in seconds.
         interval_s: shortest time between two messages that carry a changed status only, in seconds.
     """
@@ -56,7 +56,7 @@ class SessionHub(Generic[Command, Event, Events]):
         read_report: Callable[[], pb.WorkerStatus],
         take_news: Callable[[], Sequence[Event]] = lambda: (),
         *,
-        join: Callable[[Events, Events], bool] | None = None,
+        join: Callable[[Events, Events], bool],
         heartbeat_s: float,
         interval_s: float,
     ) -> None:

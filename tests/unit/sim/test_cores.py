@@ -15,6 +15,7 @@ from tandem.core.errors import ConfigError
 from tandem.sim.cores import STEPS, Beside, Hops, Kind, SharedCores, Slowdowns
 from tandem.sim.kernel import Kernel
 from tandem.sim.load import Arrival, Lengths, drawn
+from tandem.sim.outcome import Outcome
 from tandem.sim.scenario import Scenario
 
 # One core for all.
@@ -79,16 +80,25 @@ def test_a_message_between_hosts_takes_its_time() -> None:
     assert came_s == [1.5, 3.25]
 
 
-def test_first_and_second_tokens_come_later_where_messages_wait_for_cores() -> None:
+def with_message_loss(loss: float, message_s: float) -> list[Outcome]:
+    """Four requests, of which each finds the steps of those before it."""
+    slowdowns = Slowdowns(decode=Beside(decode=1e-9), message=Beside(loss, loss))
     arrivals = [Arrival(number, 5.0 + 0.02 * number, 100, 11) for number in range(4)]
-    shapes = [
-        dataclasses.replace(SHAPE, slowdowns=Slowdowns(decode=Beside(decode=1e-9), message=Beside(loss, loss)))
-        for loss in (0.0, 10.0)
-    ]
-    (_, apart), (_, waits) = (simulated(shape, arrivals) for shape in shapes)
+    return simulated(dataclasses.replace(SHAPE, slowdowns=slowdowns, message_s=message_s), arrivals)[1]
+
+
+def test_first_and_second_tokens_come_later_where_messages_wait_for_cores() -> None:
+    apart, waits = (with_message_loss(loss, MESSAGE_S) for loss in (0.0, 10.0))
     last, later = (max(found, key=lambda one: one.second_token_s) for found in (apart, waits))
     assert later.second_token_s - last.second_token_s > 5 * LATENCY_S
     assert max(one.ttft_s for one in waits) > max(one.ttft_s for one in apart)
+
+
+def test_a_handoff_waits_for_cores_too() -> None:
+    """Where messages take no time, nothing else does."""
+    apart, waits = (with_message_loss(loss, 0.0) for loss in (0.0, 10.0))
+    gaps_s = [max(one.second_token_s - one.first_token_s for one in found) for found in (apart, waits)]
+    assert gaps_s[1] - gaps_s[0] > 5 * LATENCY_S
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def make_hub(
     interval_s: float = 0.0,
     hello: Callable[[], Sequence[str]] = lambda: ["hello"],
     take_news: Callable[[], Sequence[str]] = lambda: (),
-    join: Callable[[Message, Message], bool] | None = None,
+    join: Callable[[Message, Message], bool] = lambda message, later: False,
 ) -> SessionHub[str, str, Message]:
     def make(events: Sequence[str], status: pb.WorkerStatus, num_commands: int) -> Message:
         return Message(list(events), status, num_commands)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtransfer.transports.base import Transport
-from kvtransfer.transports.events import PeerId
+from kvtransfer.transports.events import Greeting, PeerId
 from tandem.core.errors import TransportError
 
 AskTransport = Callable[[Callable[[Transport], Any]], Future[Any]]
@@ -19,13 +19,20 @@ AskTransport = Callable[[Callable[[Transport], Any]], Future[Any]]
 @dataclass(slots=True)
 class _Link:
     number: int
-    is_up: asyncio.Event = field(default_factory=asyncio.Event)
+    # By trial: whether the greeting has come. Invariant: of later ones only the newest.
+    greetings: dict[int, asyncio.Event] = field(default_factory=dict)
 
     @property
     def may_be_written(self) -> bool:
         """A writer posts on its first connection at once, and on a later one only when its greeting came through
         (`Transport.open_writes`), if the transport greets."""
-        return self.number == 0 or self.is_up.is_set()
+        return self.number == 0 or self.greeting(0).is_set()
+
+    def greeting(self, trial: int) -> asyncio.Event:
+        if trial not in self.greetings:
+            self.greetings = {kept: has_come for kept, has_come in self.greetings.items() if kept in (0, trial)}
+            self.greetings[trial] = asyncio.Event()
+        return self.greetings[trial]
 
 
 class WriterLinks:
@@ -66,26 +73,27 @@ class WriterLinks:
         peer: PeerId = await asyncio.shield(asyncio.wrap_future(self._ask_transport(connect)))
         return peer
 
-    def greeted(self, writer: str, number: int) -> None:
+    def greeted(self, writer: str, greeting: Greeting) -> None:
         """A greeting came on this connection."""
         link = self._links.get(writer)
-        if link is not None and link.number == number:
-            link.is_up.set()
+        if link is not None and link.number == greeting.link:
+            link.greeting(greeting.trial).set()
 
-    async def await_greeting(self, writer: str, number: int, timeout_s: float) -> bool:
+    async def await_greeting(self, writer: str, greeting: Greeting, timeout_s: float) -> bool:
         """Wait until a greeting has come on this connection; `False`: none came in time, or another one counts.
 
         Raises:
             TransportError: this worker stops.
         """
         link = self._links.get(writer)
-        if link is None or link.number != number:
+        if link is None or link.number != greeting.link:
             return False
-        key = f"greeting/{writer}/{number}"  # of its own: the one before may be awaited still
+        key = f"greeting/{writer}/{greeting.link}/{greeting.trial}"  # of its own: the one before may be awaited still
         self._ask_transport(lambda transport: transport.expect_incoming(key, PeerId(writer)))
+        has_come = link.greeting(greeting.trial)
         try:
             async with asyncio.timeout(timeout_s):
-                await link.is_up.wait()
+                await has_come.wait()
         except TimeoutError:
             return False
         finally:

@@ -22,7 +22,7 @@ from kvtransfer.protocol.grants import ReceiverLimits
 from kvtransfer.protocol.messages import AttemptKey, Grant, RefusalReason
 from kvtransfer.transports.base import Transport
 from kvtransfer.transports.envelope import unpack
-from kvtransfer.transports.events import GreetingArrived, MessageArrived, ThreadEvent
+from kvtransfer.transports.events import Greeting, GreetingArrived, MessageArrived, ThreadEvent
 from kvtransfer.wire import check_pair
 from tandem.core import fault_points
 from tandem.core.clock import Clock, MonotonicClock
@@ -155,7 +155,7 @@ class DecodeWorker:
                 self.commits.heard(self.driver, event)
                 self._note_refusals()
             case GreetingArrived():
-                self.parts.loop.call_soon_threadsafe(self.links.greeted, event.peer, event.number)
+                self.parts.loop.call_soon_threadsafe(self.links.greeted, event.peer, event.greeting)
             case _:
                 self.driver.on_transport(event)
 
@@ -246,8 +246,9 @@ class DecodeWorker:
         if not self.has_paired(writer):
             return False
         timeout_s = min(request.timeout_s, self.parts.config.transport.lease_s)
+        greeting = Greeting(request.link, request.trial)
         try:
-            return await self.links.await_greeting(writer, request.link, timeout_s)
+            return await self.links.await_greeting(writer, greeting, timeout_s)
         except TransportError as stops:
             _log.info("%s is not waited for: %s", writer, stops)
             return False
@@ -396,7 +397,8 @@ class _DecodeService(decode_pb2_grpc.DecodeServiceServicer):
     async def AwaitGreeting(
         self, request: decode_pb.AwaitGreetingRequest, _: Any
     ) -> decode_pb.AwaitGreetingReply:
-        return decode_pb.AwaitGreetingReply(has_come=await self._worker.await_greeting(request))
+        has_come = await self._worker.await_greeting(request)
+        return decode_pb.AwaitGreetingReply(has_come=has_come, trial=request.trial)
 
     async def Attach(self, request: decode_pb.AttachRequest, _: Any) -> decode_pb.AttachReply:
         if not self._worker.has_paired(request.sender_incarnation):

@@ -8,6 +8,10 @@ A connection may break while both workers live: a firewall, a switch, a reset. T
                                                   old connection have had their time to land
     settles what was outstanding, confirms idle
     connects, greets  ══════════════════════════> hears the greeting: the new connection is up
+
+What only seems broken is tried first: a write was overdue, or the peer could not be reached in another way, as when it
+was stopped. If another greeting comes through by it, and all that hung has ended, it is kept. UCX never frees a
+connection that carries, however often both ends close it.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from typing import Any, Protocol
 
 from kvtransfer.protocol.messages import FailureReason
 from kvtransfer.transports.base import Transport
+from kvtransfer.transports.events import Greeting
 from prefill_worker.links import LinkFigures
 from prefill_worker.peers import DecodePeers, Peer
 from tandem.core.errors import HandoffError, TandemError, WorkerLostError
@@ -29,6 +34,9 @@ _log = logging.getLogger(__name__)
 
 # How long a greeting may take, in seconds. A wire-up takes some round trips, and the peer may be in a long step.
 _GREETING_S = 2.0
+# How long one may take by a connection that is up, and then the end of what hung on it, in seconds. While it is tried
+# decode waits for what was outstanding, and in the end has this worker killed.
+_TRIAL_S = 0.5
 # Pauses between two tries to make a connection anew, in seconds.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
@@ -47,13 +55,17 @@ class Calls(Protocol):
     def link_closed(self, receiver: str) -> None:
         """What was outstanding to this decode worker is settled."""
 
+    async def drained(self, receiver: str) -> None:
+        """Until no write is outstanding to this decode worker of attempts that have failed by now."""
+
 
 @dataclass(slots=True)
 class _Connection:
     peer: Peer
     number: int = 0  # of the connection that counts; it rises each time that one is made anew
     is_whole: asyncio.Event = field(default_factory=asyncio.Event)  # not known to be broken
-    has_broken: bool = False  # again, while it was made anew
+    num_trials: int = 0  # of that one
+    has_broken: bool = False  # again, while it was tried or made anew
     is_greeted: asyncio.Event = field(default_factory=asyncio.Event)  # the first greeting came through, or did not
 
 
@@ -92,21 +104,28 @@ class Connections:
 
     async def _greet(self, connection: _Connection) -> bool:
         """Whether a greeting came through; a transport that has none is connected as soon as both know each other."""
-        peer, number = connection.peer, connection.number
-        key = f"greeting/{peer.info.incarnation}/{number}"
+        try:
+            return await self._send_greeting(connection, 0, _GREETING_S) is not False
+        except TandemError as error:
+            _log.info("%s has not heard our greeting: %s", connection.peer.info.worker_id, error)
+            return False
+
+    async def _send_greeting(self, connection: _Connection, trial: int, timeout_s: float) -> bool | None:
+        """Whether it came through; `None`: the transport has none. Raises as `DecodePeers.attach`, or `TransportError`
+        if it cannot be sent."""
+        peer, greeting = connection.peer, Greeting(connection.number, trial)
+        key = f"greeting/{peer.info.incarnation}/{greeting.link}/{greeting.trial}"
 
         def greet(transport: Transport) -> bool:
             if transport.greets:
                 transport.expect_incoming(key, peer.name)  # so that it is polled, which the wire-up needs
-                transport.greet(peer.name, number)
+                transport.greet(peer.name, greeting)
             return transport.greets
 
         try:
-            has_greeted = await self._calls.ask_transport(greet)
-            return not has_greeted or await self._peers.await_greeting(peer, number, _GREETING_S)
-        except TandemError as error:
-            _log.info("%s has not heard our greeting: %s", peer.info.worker_id, error)
-            return False
+            if not await self._calls.ask_transport(greet):
+                return None
+            return await self._peers.await_greeting(peer, greeting, timeout_s)
         finally:
             await self._end_incoming(key)
 
@@ -127,19 +146,32 @@ class Connections:
             connection.has_broken = True
             return
         _log.warning("the connection to %s is broken and is made anew: %s", connection.peer.info.worker_id, why)
+        self._begin_mending(connection, is_broken=True)
+
+    def suspect(self, receiver: str, why: str) -> None:
+        """A write was overdue, or this decode worker could not be reached in another way: what its connection is worth
+        is not known. Keep it if it carries, else make it anew."""
+        if self.is_whole(receiver):
+            connection = self._of_peers[receiver]
+            _log.warning("the connection to %s is tried: %s", connection.peer.info.worker_id, why)
+            self._begin_mending(connection, is_broken=False)
+
+    def _begin_mending(self, connection: _Connection, *, is_broken: bool) -> None:
         connection.is_whole.clear()
+        connection.has_broken = is_broken
         self._calls.link_changed(connection.peer, is_broken=True)
         self._calls.spawn(self._mend(connection))
 
-    def suspect(self, receiver: str, why: str) -> None:
-        """This decode worker could not be reached in another way: what its connection is worth is not known."""
-        if self.is_whole(receiver):
-            self.broke(receiver, why)
-
     async def _mend(self, connection: _Connection) -> None:
-        pause_s = _FIRST_PAUSE_S
+        pause_s, is_kept = _FIRST_PAUSE_S, not connection.has_broken
         while self._is_current(connection):
-            if await self._connect_anew(connection):
+            is_up: bool | None = None
+            if is_kept:
+                is_up = await self._try_it(connection)
+                is_kept = is_up is not False
+            if not is_kept:
+                is_up = await self._connect_anew(connection)
+            if is_up:
                 _log.warning("the connection to %s is up again", connection.peer.info.worker_id)
                 connection.is_whole.set()
                 self._calls.link_changed(connection.peer, is_broken=False)
@@ -147,9 +179,34 @@ class Connections:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
+    async def _try_it(self, connection: _Connection) -> bool | None:
+        """Whether the connection carries, and all that hung has ended; `None`: the peer does not answer, so nothing is
+        known yet."""
+        peer = connection.peer
+        connection.num_trials += 1
+        try:
+            await self._peers.reopen_commits(peer)
+            has_come = await self._send_greeting(connection, connection.num_trials, _TRIAL_S)
+        except WorkerLostError as error:
+            _log.info("%s is not reached: %s", peer.info.worker_id, error)
+            return False if connection.has_broken else None
+        except TandemError as error:
+            _log.warning("the connection to %s is made anew: %s", peer.info.worker_id, error)
+            return False
+        if has_come:
+            try:
+                async with asyncio.timeout(_TRIAL_S):
+                    await self._calls.drained(peer.info.incarnation)
+            except TimeoutError:
+                has_come = False
+        if not has_come or connection.has_broken:
+            _log.warning("the connection to %s does not carry, and is made anew", peer.info.worker_id)
+            return False
+        return True
+
     async def _connect_anew(self, connection: _Connection) -> bool:
         peer, calls = connection.peer, self._calls
-        connection.number += 1
+        connection.number, connection.num_trials = connection.number + 1, 0
         try:
             await calls.ask_transport(lambda transport: transport.hang_up(peer.name))
             await self._peers.pair_again(peer, connection.number)

@@ -16,7 +16,7 @@ from kvtransfer.extents import ArenaShape
 from kvtransfer.layout import LayoutId
 from kvtransfer.protocol.messages import Grant
 from kvtransfer.protocol.sender_events import ConfirmIdle
-from kvtransfer.transports.events import PeerId
+from kvtransfer.transports.events import Greeting, PeerId
 from kvtransfer.wire import check_pair, kv_format
 from prefill_worker.commit_stream import CommitStream
 from tandem.core.errors import TandemError, WorkerLostError
@@ -175,16 +175,21 @@ class DecodePeers:
             raise error_from_proto(reply.error)
         if reply.decode.incarnation != peer.info.incarnation:
             raise WorkerLostError(f"{peer.info.worker_id} is not {peer.info.incarnation} any more")
-        await peer.commits.open()  # while it is idle too, its end says that the peer cannot be reached
+        await self.reopen_commits(peer)
 
-    async def await_greeting(self, peer: Peer, link: int, timeout_s: float) -> bool:
+    async def await_greeting(self, peer: Peer, greeting: Greeting, timeout_s: float) -> bool:
         """Whether our greeting by this connection comes through in time. Raises as `attach`."""
         request = decode_pb.AwaitGreetingRequest(
-            sender_incarnation=self._info.incarnation, link=link, timeout_s=timeout_s
+            sender_incarnation=self._info.incarnation, link=greeting.link, trial=greeting.trial, timeout_s=timeout_s
         )
         limit_s = timeout_s + self._timeout_s
         reply = await self._call(peer, "greeting", lambda: peer.stub.AwaitGreeting(request, timeout=limit_s))
-        return reply.has_come
+        return reply.has_come and reply.trial == greeting.trial
+
+    async def reopen_commits(self, peer: Peer) -> None:
+        """Have a stream for commits that this peer answers. While it is idle too, its end says that the peer cannot be
+        reached. Raises as `attach`."""
+        await peer.commits.open()
 
     def ended(self, incarnation: str) -> None:
         """The process of this incarnation has ended: drop all that was kept for it. Idempotent."""

@@ -86,6 +86,8 @@ class SenderDriver:
         self._links = Links(link_limits, callbacks.links_changed)
         self._is_giving_turns = False
         self._due_s: float | None = None  # when the next tick is. Invariant: nothing is due before it
+        # Who waits for failed handoffs, and for which. Invariant: each for one that is here.
+        self._drains: list[tuple[set[AttemptKey], Callable[[], object]]] = []
         self.num_bytes_written = 0
         self.num_stops_ignored = 0  # asked for without the grant's capability
 
@@ -197,6 +199,23 @@ class SenderDriver:
             link.close()
             self._give_turns(link)
 
+    def when_drained(self, receiver: str, tell: Callable[[], object]) -> None:
+        """Call `tell` once no write is outstanding to this decode worker of handoffs that have failed by now."""
+        staying = {
+            key for key, e in self._entries.items() if e.receiver == receiver and e.draining_since_s is not None
+        }
+        if staying:
+            self._drains.append((staying, tell))
+        else:
+            tell()
+
+    def _note_drained(self, key: AttemptKey) -> None:
+        for staying, tell in list(self._drains):
+            staying.discard(key)
+            if not staying:
+                self._drains.remove((staying, tell))
+                tell()
+
     def on_transport(self, event: ThreadEvent) -> None:
         """A write was posted, ended or failed."""
         if isinstance(event, LinkBroken):  # its writes fail one by one
@@ -301,6 +320,7 @@ class SenderDriver:
             del self._entries[key]
             del self._by_number[entry.number]
             self._callbacks.closed(key)
+            self._note_drained(key)
         elif handoff.state is SenderState.DRAINING and entry.draining_since_s is None:
             entry.draining_since_s = self._now()
         self._expect_ticks_of(entry)

@@ -243,6 +243,15 @@ class PrefillWorker:
     def link_closed(self, receiver: str) -> None:
         self.parts.on_transfer(lambda _: self.driver.link_closed(receiver))
 
+    async def drained(self, receiver: str) -> None:
+        are_drained = asyncio.Event()
+
+        def tell() -> None:
+            self.parts.loop.call_soon_threadsafe(are_drained.set)
+
+        self.parts.on_transfer(lambda _: self.driver.when_drained(receiver, tell))
+        await are_drained.wait()
+
     def _paired(self, peer: Peer) -> None:
         """Have the connection made, and watch the process.
 
@@ -360,8 +369,8 @@ class PrefillWorker:
         self.hub.status_changed()
 
     def link_hangs(self, receiver: str, why: str) -> None:
-        """A connection by which nothing goes is as good as broken; what hangs is settled by closing it."""
-        self.parts.loop.call_soon_threadsafe(self.connections.broke, receiver, why)
+        """Unless it is found to carry, what hangs is settled by closing the connection."""
+        self.parts.loop.call_soon_threadsafe(self.connections.suspect, receiver, why)
 
     def deadline(self, deadline_s: float | None) -> None:
         self._ticker.set(deadline_s)

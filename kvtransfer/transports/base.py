@@ -23,7 +23,7 @@ from kvtransfer.doorbell import Doorbell
 from kvtransfer.extents import Descriptor, PageArea
 from kvtransfer.interface import Interface
 from kvtransfer.transports.envelope import Envelope, PeerBook
-from kvtransfer.transports.events import PeerId, TransportEvent, WriteHandle
+from kvtransfer.transports.events import Greeting, PeerId, TransportEvent, WriteHandle
 from tandem.core.errors import TransportError
 
 DEFAULT_TIMEOUT_S = 10.0
@@ -175,17 +175,14 @@ class Transport(ABC):
         """
         raise TransportError(f"{self.name} carries no messages: {len(content)} bytes to {peer} are not sent")
 
-    def greet(self, peer: PeerId, number: int) -> None:
-        """Have the connection to a peer made, so that the first write does not wait for that. Poll, here and there,
-        until the peer has heard `GreetingArrived`.
-
-        Args:
-            number: of the connection between the two; it rises each time that it is made anew.
+    def greet(self, peer: PeerId, greeting: Greeting) -> None:
+        """Have the connection to a peer made, so that the first write does not wait for that; or try whether it still
+        carries. Poll, here and there, until the peer has heard `GreetingArrived`.
 
         Raises:
             TransportError: as `send`.
         """
-        raise TransportError(f"{self.name} greets nobody, {peer} with {number} neither")
+        raise TransportError(f"{self.name} greets nobody, {peer} with {greeting} neither")
 
     @abstractmethod
     def poll(self) -> list[TransportEvent]:

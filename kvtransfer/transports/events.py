@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NewType
+from typing import NamedTuple, NewType
 
 PeerId = NewType("PeerId", str)
 """A peer's agent name: one for each incarnation."""
@@ -73,12 +73,24 @@ class MessageArrived:
     content: bytes
 
 
+class Greeting(NamedTuple):
+    """Shows that a connection carries.
+
+    Attributes:
+        link: number of the connection between the two; it rises each time that it is made anew.
+        trial: 0: the first one, by which a connection comes up; else which later one, from 1.
+    """
+
+    link: int
+    trial: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class GreetingArrived:
-    """At the target of `greet`: the connection with this number is up."""
+    """At the target of `greet`."""
 
     peer: PeerId
-    number: int
+    greeting: Greeting
 
 
 TransportEvent = WriteCompleted | WriteFailed | LinkBroken | WriteArrived | MessageArrived | GreetingArrived

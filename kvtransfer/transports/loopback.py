@@ -16,6 +16,7 @@ from kvtransfer.extents import Descriptor
 from kvtransfer.transports.base import Place, Transport
 from kvtransfer.transports.envelope import Envelope
 from kvtransfer.transports.events import (
+    Greeting,
     GreetingArrived,
     LinkBroken,
     MessageArrived,
@@ -184,8 +185,8 @@ class LoopbackTransport(Transport):
     def send(self, peer: PeerId, content: bytes) -> None:
         self._tell(peer, MessageArrived(PeerId(self.agent_name), content))
 
-    def greet(self, peer: PeerId, number: int) -> None:
-        self._tell(peer, GreetingArrived(PeerId(self.agent_name), number))
+    def greet(self, peer: PeerId, greeting: Greeting) -> None:
+        self._tell(peer, GreetingArrived(PeerId(self.agent_name), greeting))
 
     def _tell(self, peer: PeerId, said: MessageArrived | GreetingArrived) -> None:
         self._open()

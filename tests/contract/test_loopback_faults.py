@@ -8,7 +8,7 @@ import pytest
 from transport_peer import EMPTY, Agent, Pair
 
 from kvtransfer.extents import Descriptor
-from kvtransfer.transports.events import TransportEvent, WriteCompleted, WriteFailed, WriteHandle
+from kvtransfer.transports.events import Greeting, TransportEvent, WriteCompleted, WriteFailed, WriteHandle
 from kvtransfer.transports.loopback import Fault, FaultPlan, LoopbackNetwork, LoopbackTransport
 from tandem.core.errors import TransportError
 
@@ -169,8 +169,8 @@ def test_a_cut_connection_fails_writes_until_both_ends_have_hung_up_and_connecte
     reader.connect(writer.metadata())
     writer.hang_up(pair.peer)
     writer.connect(reader.metadata())
-    writer.greet(pair.peer, 7)
-    assert reader.greetings() == [7]
+    writer.greet(pair.peer, Greeting(7))
+    assert reader.greetings() == [Greeting(7)]
     (early,) = poll(pair, writer.write(pair.peer, WRITE))
     assert isinstance(early, WriteFailed)
     assert early.settled, "nothing goes by a connection before its greeting is known to have come through"

@@ -9,7 +9,7 @@ import pytest
 from transport_peer import ARENA_BYTES, EMPTY, Pair, PeerProcess, RemoteAgent
 
 from kvtransfer.extents import Descriptor
-from kvtransfer.transports.events import WriteCompleted, WriteFailed
+from kvtransfer.transports.events import Greeting, WriteCompleted, WriteFailed
 from tandem.core.errors import TransportError
 from tests.support.waiting import wait_until
 
@@ -130,13 +130,14 @@ def test_a_connection_that_broke_is_made_anew_by_both_ends(
         reading.call("hang_up", reader.agent_name, "anew-writer#1")
         reader.connect(metadata["writer"])
         assert writer.connect(metadata["reader"]) == peer
-        writing.call("greet", writer.agent_name, peer, number)
+        for greeting in (Greeting(number), Greeting(number, trial=7)):
+            writing.call("greet", writer.agent_name, peer, greeting)
 
-        def heard(number: int = number) -> bool:
-            writing.call("poll", writer.agent_name)
-            return number in reading.call("greetings", reader.agent_name)
+            def heard(greeting: Greeting = greeting) -> bool:
+                writing.call("poll", writer.agent_name)
+                return greeting in reading.call("greetings", reader.agent_name)
 
-        wait_until(heard, "the greeting", 10)
+            wait_until(heard, "the greeting", 10)
         writing.call("open_writes", writer.agent_name, peer)
         writing.call("fill", writer.agent_name, 100 + number)
         large = [Descriptor(0, 4096, 4 << 20)]

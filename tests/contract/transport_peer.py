@@ -19,6 +19,7 @@ import numpy as np
 from kvtransfer.extents import ArenaShape, Descriptor, PageArea
 from kvtransfer.transports.base import Transport
 from kvtransfer.transports.events import (
+    Greeting,
     GreetingArrived,
     LinkBroken,
     MessageArrived,
@@ -154,15 +155,15 @@ class Agent:
     def hang_up(self, peer: PeerId) -> None:
         self.transport.hang_up(peer)
 
-    def greet(self, peer: PeerId, number: int) -> None:
-        self.transport.greet(peer, number)
+    def greet(self, peer: PeerId, greeting: Greeting) -> None:
+        self.transport.greet(peer, greeting)
 
     def open_writes(self, peer: PeerId) -> None:
         self.transport.open_writes(peer)
 
-    def greetings(self) -> list[int]:
+    def greetings(self) -> list[Greeting]:
         self.poll()
-        return [e.number for e in self.events if isinstance(e, GreetingArrived)]
+        return [e.greeting for e in self.events if isinstance(e, GreetingArrived)]
 
     def broken(self) -> list[str]:
         self.poll()

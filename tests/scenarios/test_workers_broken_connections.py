@@ -41,12 +41,20 @@ async def router(over_tcp: WorkerPair) -> AsyncIterator[Router]:
         yield router
 
 
-def cut(pair: WorkerPair) -> int:
-    """Shut the connections of the transport; both workers are in this process, as is the router."""
+def sockets(pair: WorkerPair) -> list[Any]:
+    """TCP connections of the transport; both workers are in this process, as is the router."""
     services = {int(w.parts.info.address.rpartition(":")[2]) for w in (pair.prefill, pair.decode)}
     all_of_us = [c for c in psutil.Process().net_connections("tcp") if c.raddr]
-    pages = [c for c in all_of_us if not {c.laddr.port, c.raddr.port} & services]
-    return sum(shut_down(os.getpid(), connection) for connection in pages)
+    return [c for c in all_of_us if not {c.laddr.port, c.raddr.port} & services]
+
+
+def num_sockets(pair: WorkerPair) -> int:
+    return len(sockets(pair))
+
+
+def cut(pair: WorkerPair) -> int:
+    """Shut them."""
+    return sum(shut_down(os.getpid(), connection) for connection in sockets(pair))
 
 
 async def is_whole(pair: WorkerPair) -> None:
@@ -110,6 +118,23 @@ async def test_a_write_under_way_is_settled_by_closing_both_ends(
         await is_whole(over_tcp)
         await over_tcp.settled()
         assert kills.num_calls == 0
+
+
+async def test_a_connection_that_only_seemed_broken_is_kept_however_often_it_seems_so(
+    over_tcp: WorkerPair, router: Router, oracle: Oracle
+) -> None:
+    """UCX would keep the sockets of each one that was closed, of both ends."""
+    await router.ask(Ask(prompt_of(60)))
+    prefill, receiver = over_tcp.prefill, over_tcp.decode.parts.incarnation
+    before = num_sockets(over_tcp)
+    for num_tried in range(1, 4):
+        prefill.parts.loop.call_soon_threadsafe(prefill.connections.suspect, receiver, "a write has not arrived")
+        await until(lambda n=num_tried: len(router.links) == 2 * n, "the trial")
+    assert [link.is_broken for link in router.links] == [True, False] * 3
+    (after,) = await router.ask(Ask(prompt_of(100, seed=7)))
+    assert after.ids() == oracle.greedy(prompt_of(100, seed=7), 12)
+    await over_tcp.settled()
+    assert num_sockets(over_tcp) == before
 
 
 @pytest.mark.parametrize("over_tcp", [CONFIG | {"transport": {"lease_s": 2.0}}], indirect=True)

@@ -21,6 +21,7 @@ from tests.support.link import Link, LinkSpec
 
 SENDER, RECEIVER = "prefill-0#1", "decode-0#1"
 LEASE_S, GRACE_S = 10.0, 2.0  # as configured by default
+TRIAL_S = 0.5  # of a connection that does not carry
 # Pages of an 8 B model: 256 tokens, an extent of 1 MiB in each of 32 layers. 4 GiB are 128 of them, or 32,768 tokens.
 LAYOUT = LayoutId("ab" * 32, "bfloat16", num_layers=32, num_kv_heads=8, head_dim=128, page_size=256)
 PAGE_BYTES = LAYOUT.num_layers * LAYOUT.extent_bytes
@@ -118,7 +119,7 @@ class _Sending(SenderEnd):
         self.world.replaced.append(SENDER)
 
     def link_hangs(self, receiver: str, why: str) -> None:
-        """As the worker does, if it is told to: have both ends close the connection."""
+        """As the worker does, if it is told to: try the connection in vain, and have both ends close it."""
         receiving = self.world.receiving
 
         def closed_there() -> None:
@@ -126,7 +127,7 @@ class _Sending(SenderEnd):
             self.link.send(lambda: self.driver.link_closed(RECEIVER))
 
         if self.world.closes_what_hangs:
-            self.link.send(closed_there)
+            self.later(TRIAL_S, lambda: self.link.send(closed_there))
 
 
 class _Receiving(ReceiverEnd):

@@ -474,21 +474,25 @@ class AwaitGreetingRequest(_message.Message):
     SENDER_INCARNATION_FIELD_NUMBER: _builtins.int
     LINK_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    TRIAL_FIELD_NUMBER: _builtins.int
     sender_incarnation: _builtins.str
     link: _builtins.int
     """as in `PairRequest`"""
     timeout_s: _builtins.float
     """how long to wait for it"""
+    trial: _builtins.int
+    """0: the one that opens the connection; else which later one, from 1"""
     def __init__(
         self,
         *,
         sender_incarnation: _builtins.str = ...,
         link: _builtins.int = ...,
         timeout_s: _builtins.float = ...,
+        trial: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["link", b"link", "sender_incarnation", b"sender_incarnation", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["link", b"link", "sender_incarnation", b"sender_incarnation", "timeout_s", b"timeout_s", "trial", b"trial"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -499,15 +503,19 @@ class AwaitGreetingReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HAS_COME_FIELD_NUMBER: _builtins.int
+    TRIAL_FIELD_NUMBER: _builtins.int
     has_come: _builtins.bool
+    trial: _builtins.int
+    """which one came; an older worker knows of the opening one only"""
     def __init__(
         self,
         *,
         has_come: _builtins.bool = ...,
+        trial: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_come", b"has_come"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_come", b"has_come", "trial", b"trial"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,7 +13,7 @@ import pytest
 from decode_worker.links import WriterLinks
 from kvtransfer.transfer_thread import TransferThread
 from kvtransfer.transports.base import Transport
-from kvtransfer.transports.events import GreetingArrived, PeerId, ThreadEvent
+from kvtransfer.transports.events import Greeting, GreetingArrived, PeerId, ThreadEvent
 from kvtransfer.transports.registry import create_transport
 from tandem.core.errors import TransportError
 from tests.support.waiting import until
@@ -46,7 +46,7 @@ class Decode:
 
     def _heard(self, event: ThreadEvent) -> None:
         if isinstance(event, GreetingArrived):
-            self.loop.call_soon_threadsafe(self.links.greeted, event.peer, event.number)
+            self.loop.call_soon_threadsafe(self.links.greeted, event.peer, event.greeting)
 
     def _closed(self) -> None:
         assert threading.current_thread() is self.thread._thread
@@ -60,8 +60,8 @@ class Decode:
         self.writer.connect(self.transport.metadata())
 
     async def greet(self, number: int) -> None:
-        self.writer.greet(PeerId(self.transport.agent_name), number)
-        assert await self.links.await_greeting(self.peer, number, WAIT_S)
+        self.writer.greet(PeerId(self.transport.agent_name), Greeting(number))
+        assert await self.links.await_greeting(self.peer, Greeting(number), WAIT_S)
 
     def awaited(self) -> set[str]:
         return set(self.transport._expected)
@@ -126,23 +126,41 @@ async def test_a_connection_is_closed_even_if_whoever_asked_for_it_has_gone(deco
 
 async def test_an_older_greeting_that_is_given_up_leaves_the_newer_one_awaited(decode: Decode) -> None:
     await decode.connect(0)
-    older = asyncio.create_task(decode.links.await_greeting(decode.peer, 0, WAIT_S))
+    older = asyncio.create_task(decode.links.await_greeting(decode.peer, Greeting(0), WAIT_S))
     await until(decode.awaited, "the first wait")
     await decode.connect(1)
-    newer = asyncio.create_task(decode.links.await_greeting(decode.peer, 1, WAIT_S))
+    newer = asyncio.create_task(decode.links.await_greeting(decode.peer, Greeting(1), WAIT_S))
     await until(lambda: len(decode.awaited()) == 2, "both waits")
     older.cancel()
     await asyncio.wait([older])
     await until(lambda: len(decode.awaited()) == 1, "the end of one")
-    decode.writer.greet(PeerId(decode.transport.agent_name), 1)
+    decode.writer.greet(PeerId(decode.transport.agent_name), Greeting(1))
     assert await newer
     await until(lambda: not decode.awaited(), "the end of both")
 
 
 async def test_a_greeting_of_another_connection_is_not_waited_for(decode: Decode) -> None:
-    assert not await decode.links.await_greeting(decode.peer, 0, WAIT_S)
+    assert not await decode.links.await_greeting(decode.peer, Greeting(0), WAIT_S)
     await decode.connect(0)
-    assert not await decode.links.await_greeting(decode.peer, 1, WAIT_S)
-    assert not await decode.links.await_greeting(decode.peer, 0, 0.01)
+    assert not await decode.links.await_greeting(decode.peer, Greeting(1), WAIT_S)
+    assert not await decode.links.await_greeting(decode.peer, Greeting(0), 0.01)
     decode.links.forget(decode.peer)
-    assert not await decode.links.await_greeting(decode.peer, 0, WAIT_S)
+    assert not await decode.links.await_greeting(decode.peer, Greeting(0), WAIT_S)
+
+
+async def test_each_trial_of_a_connection_is_heard_of_itself(decode: Decode) -> None:
+    """That the connection came up once says nothing of whether it still carries."""
+    await decode.connect(0)
+    await decode.greet(0)
+    assert not await decode.links.await_greeting(decode.peer, Greeting(0, trial=1), 0.01)
+    for trial in (1, 2):
+        waiting = asyncio.create_task(decode.links.await_greeting(decode.peer, Greeting(0, trial), WAIT_S))
+        await until(decode.awaited, "the wait")
+        decode.writer.greet(PeerId(decode.transport.agent_name), Greeting(0, trial))
+        assert await waiting
+    decode.writer.greet(PeerId(decode.transport.agent_name), Greeting(0, 3))  # before anybody waits
+    assert await decode.links.await_greeting(decode.peer, Greeting(0, 3), WAIT_S)
+    assert await decode.links.await_greeting(decode.peer, Greeting(0), WAIT_S), "it has come up"
+    await decode.connect(1)
+    assert decode.num_closed == 1
+    assert not await decode.links.await_greeting(decode.peer, Greeting(0, 3), WAIT_S), "another one counts"

@@ -16,6 +16,7 @@ from kvtransfer.extents import Descriptor
 from kvtransfer.transfer_thread import TransferThread
 from kvtransfer.transports.base import Transport
 from kvtransfer.transports.events import (
+    Greeting,
     GreetingArrived,
     LinkBroken,
     PeerId,
@@ -64,10 +65,11 @@ class DecodeEnd(End):
         self.prefill = prefill
         self.num_closed = 0
         self.before_pairing: list[Callable[[], None]] = []  # of these, one each time that it is paired with again
+        self.before_answering: list[Callable[[], None]] = []  # likewise, each time that its connection is tried
 
     def heard(self, event: ThreadEvent) -> None:
         if isinstance(event, GreetingArrived):
-            self.loop.call_soon_threadsafe(self.links.greeted, event.peer, event.number)
+            self.loop.call_soon_threadsafe(self.links.greeted, event.peer, event.greeting)
 
     def _closed(self) -> None:
         self.num_closed += 1
@@ -80,8 +82,12 @@ class DecodeEnd(End):
             self.before_pairing.pop(0)()
         await self.pair(number)
 
-    async def await_greeting(self, _: Any, number: int, timeout_s: float) -> bool:
-        return await self.links.await_greeting(PREFILL, number, min(timeout_s, 0.3))
+    async def await_greeting(self, _: Any, greeting: Greeting, timeout_s: float) -> bool:
+        return await self.links.await_greeting(PREFILL, greeting, min(timeout_s, 0.3))
+
+    async def reopen_commits(self, _: Any) -> None:
+        if self.before_answering:
+            self.before_answering.pop(0)()
 
 
 class PrefillEnd(End):
@@ -91,6 +97,8 @@ class PrefillEnd(End):
         super().__init__(PREFILL, network)
         self.told: list[bool] = []
         self.num_closed = 0
+        self.are_drained = asyncio.Event()
+        self.are_drained.set()
         self.ends: asyncio.Queue[WriteCompleted | WriteFailed] = asyncio.Queue()
         self.tasks: set[asyncio.Task[None]] = set()
         self.after_command: list[Callable[[], None]] = []  # of these, one after each that the connections give
@@ -127,6 +135,10 @@ class PrefillEnd(End):
     def link_closed(self, receiver: str) -> None:
         assert receiver == DECODE
         self.num_closed += 1
+
+    async def drained(self, receiver: str) -> None:
+        assert receiver == DECODE
+        await self.are_drained.wait()
 
     async def write(self) -> WriteCompleted | WriteFailed:
         self.thread.write(PeerId(DECODE), [Descriptor(0, 0, 8)], b"tag")
@@ -181,13 +193,56 @@ async def test_a_connection_that_breaks_is_made_anew_and_routers_hear_both(site:
     assert (site.prefill.num_closed, site.decode.num_closed) == (1, 1)
 
 
-async def test_one_whose_peer_could_not_be_reached_is_made_anew_once(site: Site) -> None:
-    """However often that is said meanwhile."""
-    for _ in range(3):
-        site.prefill.connections.suspect(DECODE, "its stream of commits has ended")
-    await until(lambda: site.prefill.told, "the news")
+async def test_one_that_only_seemed_broken_and_carries_is_kept(site: Site) -> None:
+    """Tried once, however often that is said meanwhile, and each time anew."""
+    for num_tried in (1, 2):
+        for _ in range(3):
+            site.prefill.connections.suspect(DECODE, "its stream of commits has ended")
+        await until(lambda n=num_tried: len(site.prefill.told) == 2 * n, "the news")
+        await site.is_up()
+        assert site.prefill.told == [True, False] * num_tried
+    assert (site.prefill.num_closed, site.decode.num_closed) == (0, 0)
+
+
+@pytest.mark.long
+async def test_one_that_does_not_carry_although_its_peer_answers_is_made_anew(site: Site) -> None:
+    site.cut()
+    site.prefill.connections.suspect(DECODE, "a write has not arrived")
+    await until(lambda: site.prefill.told == [True, False], "the connection")
     await site.is_up()
-    assert site.prefill.told == [True, False]
+    assert (site.prefill.num_closed, site.decode.num_closed) == (1, 1)
+
+
+@pytest.mark.long
+async def test_nothing_is_closed_before_a_peer_that_was_stopped_answers(site: Site) -> None:
+    """What it would find then is a connection that carries."""
+
+    def not_reached() -> None:
+        raise WorkerLostError("no answer")
+
+    site.decode.before_answering = [not_reached] * 3
+    site.prefill.connections.suspect(DECODE, "a write has not arrived")
+    await until(lambda: site.prefill.told == [True, False], "the connection")
+    assert not site.decode.before_answering
+    await site.is_up()
+    assert (site.prefill.num_closed, site.decode.num_closed) == (0, 0)
+
+
+@pytest.mark.long
+async def test_one_by_which_a_write_still_hangs_is_made_anew_although_it_carries(site: Site) -> None:
+    site.prefill.are_drained.clear()
+    site.prefill.connections.suspect(DECODE, "a write has not arrived")
+    await until(lambda: site.prefill.told == [True, False], "the connection")
+    await site.is_up()
+    assert (site.prefill.num_closed, site.decode.num_closed) == (1, 1)
+
+
+@pytest.mark.long
+async def test_one_that_breaks_while_it_is_tried_is_made_anew(site: Site) -> None:
+    site.decode.before_answering = [site.cut_and_notice]
+    site.prefill.connections.suspect(DECODE, "its stream of commits has ended")
+    await until(lambda: site.prefill.told == [True, False], "the connection")
+    await site.is_up()
     assert (site.prefill.num_closed, site.decode.num_closed) == (1, 1)
 
 

@@ -181,3 +181,23 @@ def test_pages_come_back_over_a_link_that_breaks_again_and_again(
     receiving.wait("lift", (7, 3))
     assert world.now_s < said_s + 0.05
     assert not any(told[0] == "kill_writer" for told in receiving.told)
+
+
+@pytest.mark.parametrize("world", [plan("late", "late write", late_s=30.0)], indirect=True)
+def test_what_has_failed_is_drained_when_its_last_write_has_ended_and_not_before(world: World) -> None:
+    sending, told = world.sending, list[float]()
+    tell = lambda: told.append(world.now_s)  # noqa: E731
+    world.open(2)
+    world.attach(world.grant((7, 3)))
+    world.seal((1, 2), 0, layers=(0,))
+    sending.run(lambda: sending.driver.when_drained(RECEIVER, tell))
+    assert len(told) == 1, "it has not failed, and is not waited for"
+    sending.wait("failed", FailureReason.WRITE_TIMEOUT)
+    failed_s = world.now_s
+    sending.run(lambda: sending.driver.when_drained(RECEIVER, tell))
+    sending.run(lambda: sending.driver.when_drained("another decode worker", tell))
+    assert len(told) == 2, "nothing has failed there"
+    sending.wait("closed", KEY)
+    assert len(told) == 3
+    assert told[-1] > failed_s
+    assert not sending.driver._drains

@@ -19,20 +19,23 @@ AskTransport = Callable[[Callable[[Transport], Any]], Future[Any]]
 @dataclass(slots=True)
 class _Link:
     number: int
-    # By trial: whether the greeting has come. Invariant: of later ones only the newest.
-    greetings: dict[int, asyncio.Event] = field(default_factory=dict)
+    is_up: asyncio.Event = field(default_factory=asyncio.Event)
+    trial: int = 0  # the newest that was heard of
+    has_come: asyncio.Event = field(default_factory=asyncio.Event)  # its greeting
 
     @property
     def may_be_written(self) -> bool:
         """A writer posts on its first connection at once, and on a later one only when its greeting came through
         (`Transport.open_writes`), if the transport greets."""
-        return self.number == 0 or self.greeting(0).is_set()
+        return self.number == 0 or self.is_up.is_set()
 
     def greeting(self, trial: int) -> asyncio.Event:
-        if trial not in self.greetings:
-            self.greetings = {kept: has_come for kept, has_come in self.greetings.items() if kept in (0, trial)}
-            self.greetings[trial] = asyncio.Event()
-        return self.greetings[trial]
+        """Set when the greeting of this trial has come. One that is older than another is given up: nobody waits."""
+        if trial == 0:
+            return self.is_up
+        if trial > self.trial:
+            self.trial, self.has_come = trial, asyncio.Event()
+        return self.has_come if trial == self.trial else asyncio.Event()
 
 
 class WriterLinks:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -34,9 +35,12 @@ _log = logging.getLogger(__name__)
 
 # How long a greeting may take, in seconds. A wire-up takes some round trips, and the peer may be in a long step.
 _GREETING_S = 2.0
-# How long one may take by a connection that is up, and then the end of what hung on it, in seconds. While it is tried
-# decode waits for what was outstanding, and in the end has this worker killed.
-_TRIAL_S = 0.5
+# How long a trial of a connection may take, in leases and in seconds: half of it for a greeting, half for the end of
+# what hung. Meanwhile decode waits for what was outstanding, and in the end has this worker killed. If it was stopped,
+# it waits from when it goes on, and the trial may take its longest.
+_TRIAL_LEASES, _LONGEST_TRIAL_S = 0.05, 0.5
+# How long an attempt waits for a connection that is broken, in leases.
+_PATIENCE_LEASES = 0.25
 # Pauses between two tries to make a connection anew, in seconds.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
@@ -65,6 +69,7 @@ class _Connection:
     number: int = 0  # of the connection that counts; it rises each time that one is made anew
     is_whole: asyncio.Event = field(default_factory=asyncio.Event)  # not known to be broken
     num_trials: int = 0  # of that one
+    is_suspected: bool = False  # again, since it is known for what is waited
     has_broken: bool = False  # again, while it was tried or made anew
     is_greeted: asyncio.Event = field(default_factory=asyncio.Event)  # the first greeting came through, or did not
 
@@ -73,13 +78,14 @@ class Connections:
     """All of one worker, by the decode workers' incarnations.
 
     Args:
-        patience_s: how long an attempt waits for a connection that is broken.
+        lease_s: of decode workers' grants.
     """
 
-    def __init__(self, peers: DecodePeers, calls: Calls, patience_s: float) -> None:
+    def __init__(self, peers: DecodePeers, calls: Calls, lease_s: float) -> None:
         self._peers = peers
         self._calls = calls
-        self._patience_s = patience_s
+        self._patience_s = _PATIENCE_LEASES * lease_s
+        self._trial_s = min(_TRIAL_LEASES * lease_s, _LONGEST_TRIAL_S)
         self._of_peers: dict[str, _Connection] = {}
 
     # -- the first connection
@@ -151,8 +157,11 @@ class Connections:
     def suspect(self, receiver: str, why: str) -> None:
         """A write was overdue, or this decode worker could not be reached in another way: what its connection is worth
         is not known. Keep it if it carries, else make it anew."""
-        if self.is_whole(receiver):
-            connection = self._of_peers[receiver]
+        connection = self._of_peers.get(receiver)
+        if connection is None:
+            return
+        connection.is_suspected = True
+        if connection.is_whole.is_set():
             _log.warning("the connection to %s is tried: %s", connection.peer.info.worker_id, why)
             self._begin_mending(connection, is_broken=False)
 
@@ -163,15 +172,15 @@ class Connections:
         self._calls.spawn(self._mend(connection))
 
     async def _mend(self, connection: _Connection) -> None:
-        pause_s, is_kept = _FIRST_PAUSE_S, not connection.has_broken
+        pause_s, trial_s, is_kept = _FIRST_PAUSE_S, self._trial_s, not connection.has_broken
         while self._is_current(connection):
             is_up: bool | None = None
             if is_kept:
-                is_up = await self._try_it(connection)
+                is_up, trial_s = await self._try_it(connection, trial_s), _LONGEST_TRIAL_S
                 is_kept = is_up is not False
             if not is_kept:
                 is_up = await self._connect_anew(connection)
-            if is_up:
+            if is_up and self._is_current(connection):
                 _log.warning("the connection to %s is up again", connection.peer.info.worker_id)
                 connection.is_whole.set()
                 self._calls.link_changed(connection.peer, is_broken=False)
@@ -179,28 +188,35 @@ class Connections:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def _try_it(self, connection: _Connection) -> bool | None:
-        """Whether the connection carries, and all that hung has ended; `None`: the peer does not answer, so nothing is
-        known yet."""
+    async def _try_it(self, connection: _Connection, trial_s: float) -> bool | None:
+        """Whether the connection carries, and all that hung has ended; `None`: that is not known yet, since the peer
+        does not answer or something more hangs."""
         peer = connection.peer
         connection.num_trials += 1
+        began_s = time.monotonic()
         try:
             await self._peers.reopen_commits(peer)
-            has_come = await self._send_greeting(connection, connection.num_trials, _TRIAL_S)
+            await self._peers.await_greeting(peer, Greeting(connection.number), 0.0)  # an answer is all that is wanted
+            if time.monotonic() - began_s > trial_s:
+                trial_s = _LONGEST_TRIAL_S  # it goes on only now
+            carries = await self._send_greeting(connection, connection.num_trials, trial_s / 2)
         except WorkerLostError as error:
             _log.info("%s is not reached: %s", peer.info.worker_id, error)
             return False if connection.has_broken else None
         except TandemError as error:
             _log.warning("the connection to %s is made anew: %s", peer.info.worker_id, error)
             return False
-        if has_come:
-            try:
-                async with asyncio.timeout(_TRIAL_S):
-                    await self._calls.drained(peer.info.incarnation)
-            except TimeoutError:
-                has_come = False
-        if not has_come or connection.has_broken:
-            _log.warning("the connection to %s does not carry, and is made anew", peer.info.worker_id)
+        connection.is_suspected = False
+        if carries and await self._is_drained(peer, trial_s / 2) and not connection.has_broken:
+            return None if connection.is_suspected else True
+        _log.warning("the connection to %s does not carry, and is made anew", peer.info.worker_id)
+        return False
+
+    async def _is_drained(self, peer: Peer, timeout_s: float) -> bool:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._calls.drained(peer.info.incarnation)
+        except TimeoutError:
             return False
         return True
 

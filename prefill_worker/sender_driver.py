@@ -261,8 +261,8 @@ class SenderDriver:
             self._expect_ticks_of(entry)
 
     def _end_overdue(self, receiver: str, link: Link) -> None:
-        """Give up the handoffs whose writes have had their time, and have the connection closed: else what hangs of
-        attempts that have ended already would never end."""
+        """Give up the handoffs whose writes have had their time, and have the connection tried, and closed if it does
+        not carry: else what hangs of attempts that have ended already would never end."""
         now_s = self._now()
         overdue = link.find_overdue(now_s)
         if overdue is None:

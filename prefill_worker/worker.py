@@ -80,7 +80,7 @@ class PrefillWorker:
             call_timeout_s=transport.lease_s,
             confirm_for_s=transport.lease_s + transport.grace_s,
         )
-        self.connections = Connections(self.peers, self, patience_s=transport.lease_s / 4)
+        self.connections = Connections(self.peers, self, transport.lease_s)
         self._meetings = Meetings(self.peers, self.connections, parts.life.spawn)
         self.commits = Commits(
             parts.worker_id, lambda receiver: self.peers.peers.get(receiver), parts.loop.call_soon_threadsafe

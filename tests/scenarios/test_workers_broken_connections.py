@@ -138,6 +138,37 @@ async def test_a_connection_that_only_seemed_broken_is_kept_however_often_it_see
 
 
 @pytest.mark.parametrize("over_tcp", [CONFIG | {"transport": {"lease_s": 2.0}}], indirect=True)
+async def test_a_write_that_was_overdue_and_has_ended_costs_no_connection(
+    over_tcp: WorkerPair, router: Router, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the decode worker was stopped for longer than a lease."""
+    await router.ask(Ask(prompt_of(60)))
+    prefill, before = over_tcp.prefill, num_sockets(over_tcp)
+    transport, withheld = prefill.parts.transfer._transport, list[Any]()
+    poll, suspect, is_suspected = transport.poll, prefill.connections.suspect, [False]
+
+    def poll_later() -> Any:
+        events = [*withheld, *poll()]
+        withheld[:] = [] if is_suspected[0] else [e for e in events if isinstance(e, WriteCompleted)]
+        return [e for e in events if e not in withheld]
+
+    def note_and_suspect(receiver: str, why: str) -> None:
+        is_suspected[0] = True
+        suspect(receiver, why)
+
+    monkeypatch.setattr(transport, "poll", poll_later)
+    monkeypatch.setattr(prefill.connections, "suspect", note_and_suspect)
+    ask = await router.begin(Ask(prompt_of(200, seed=5)))
+    await router.until(lambda: router.outcomes[ask.key].failures, "the failure", 60)
+    outcome = await router.finish(await next_attempt(router, ask))
+    assert outcome.ids() == oracle.greedy(ask.prompt, 12)
+    await is_whole(over_tcp)
+    await over_tcp.settled()
+    assert is_suspected == [True]
+    assert num_sockets(over_tcp) == before
+
+
+@pytest.mark.parametrize("over_tcp", [CONFIG | {"transport": {"lease_s": 2.0}}], indirect=True)
 async def test_a_write_that_hangs_for_a_request_that_was_cancelled_costs_a_connection_and_no_worker(
     over_tcp: WorkerPair, router: Router, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:

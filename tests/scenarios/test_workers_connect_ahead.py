@@ -21,7 +21,7 @@ async def test_the_first_handoff_makes_no_call_to_pair(worker_model_dir: Path) -
             await until(lambda: decode.incarnation in pair.prefill.peers.peers, "the pairing")
             await pair_is_up(pair.prefill, decode.incarnation)
             link = pair.decode.links._links[pair.prefill.parts.incarnation]
-            assert link.greeting(0).is_set(), "decode has heard the greeting by the transport"
+            assert link.is_up.is_set(), "decode has heard the greeting by the transport"
             with Gate(pair.prefill.peers, "_pair", first=1 << 30) as calls:
                 (outcome,) = await router.ask(Ask(prompt_of(100)))
             assert calls.num_calls == 0

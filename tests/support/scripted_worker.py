@@ -327,6 +327,7 @@ class ScriptedDecode(ScriptedWorker, DecodeServiceServicer):
         # As prefill workers find it.
         self.hangs = False  # at `Attach` and `ConfirmIdle`
         self.knows_streams = True  # and says so when one is opened
+        self.knows_trials = True  # of connections
         self.opened_by: list[str] = []  # streams of commits: the incarnations
         self.num_streams = 0
         self.called = threading.Event()  # by anything that may hang, or a commit
@@ -342,6 +343,12 @@ class ScriptedDecode(ScriptedWorker, DecodeServiceServicer):
 
     def Pair(self, request: decode_pb2.PairRequest, context: Any) -> decode_pb2.PairReply:
         return decode_pb2.PairReply(decode=self.info)
+
+    def AwaitGreeting(
+        self, request: decode_pb2.AwaitGreetingRequest, context: Any
+    ) -> decode_pb2.AwaitGreetingReply:
+        """The one that opens a connection has come, and that of a trial if this worker knows of such."""
+        return decode_pb2.AwaitGreetingReply(has_come=True, trial=request.trial if self.knows_trials else 0)
 
     def ConfirmIdle(self, request: decode_pb2.ConfirmIdleRequest, context: Any) -> decode_pb2.ConfirmIdleReply:
         self._hang(context)

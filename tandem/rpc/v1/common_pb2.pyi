@@ -733,7 +733,7 @@ class LinkStatus(_message.Message):
     bytes_per_s: _builtins.float
     """what the link carries at least; 0: not known yet"""
     is_broken: _builtins.bool
-    """the connection is being made anew"""
+    """the connection is being tried or made anew"""
     def __init__(
         self,
         *,

@@ -308,7 +308,7 @@ class LinkChanged(_message.Message):
     decode_worker_id: _builtins.str
     decode_incarnation: _builtins.str
     is_broken: _builtins.bool
-    """nothing can be written until the connection is made anew"""
+    """the connection is tried or made anew: nothing is to begin there"""
     def __init__(
         self,
         *,

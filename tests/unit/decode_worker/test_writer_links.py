@@ -161,6 +161,16 @@ async def test_each_trial_of_a_connection_is_heard_of_itself(decode: Decode) -> 
     decode.writer.greet(PeerId(decode.transport.agent_name), Greeting(0, 3))  # before anybody waits
     assert await decode.links.await_greeting(decode.peer, Greeting(0, 3), WAIT_S)
     assert await decode.links.await_greeting(decode.peer, Greeting(0), WAIT_S), "it has come up"
+    newest = asyncio.create_task(decode.links.await_greeting(decode.peer, Greeting(0, 5), WAIT_S))
+    await until(decode.awaited, "the wait")
+    for trial in (4, 0):
+        decode.writer.greet(PeerId(decode.transport.agent_name), Greeting(0, trial))
+    for _ in range(2):  # with the second one's end what came before the first is heard
+        await asyncio.wrap_future(decode.thread.submit(lambda _: None))
+    await asyncio.sleep(0)
+    assert not newest.done(), "those that come late count for nothing"
+    decode.writer.greet(PeerId(decode.transport.agent_name), Greeting(0, 5))
+    assert await newest
     await decode.connect(1)
     assert decode.num_closed == 1
     assert not await decode.links.await_greeting(decode.peer, Greeting(0, 3), WAIT_S), "another one counts"

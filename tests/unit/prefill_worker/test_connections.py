@@ -24,7 +24,7 @@ from kvtransfer.transports.events import (
     WriteCompleted,
     WriteFailed,
 )
-from kvtransfer.transports.loopback import LoopbackNetwork, LoopbackTransport
+from kvtransfer.transports.loopback import FaultPlan, LoopbackNetwork, LoopbackTransport
 from prefill_worker.connections import Connections
 from prefill_worker.links import LinkFigures
 from prefill_worker.peers import Peer
@@ -32,7 +32,7 @@ from tandem.core.errors import HandoffError, WorkerLostError
 from tests.support.waiting import until
 
 PREFILL, DECODE = "prefill-0#1", "decode-0#1"
-PATIENCE_S = 5.0
+LEASE_S = 20.0
 
 
 class End:
@@ -97,6 +97,7 @@ class PrefillEnd(End):
         super().__init__(PREFILL, network)
         self.told: list[bool] = []
         self.num_closed = 0
+        self.num_drains = 0
         self.are_drained = asyncio.Event()
         self.are_drained.set()
         self.ends: asyncio.Queue[WriteCompleted | WriteFailed] = asyncio.Queue()
@@ -110,7 +111,7 @@ class PrefillEnd(End):
             self.loop.call_soon_threadsafe(self.ends.put_nowait, event)
 
     def begin(self, decode: DecodeEnd) -> None:
-        self.connections = Connections(decode, self, PATIENCE_S)  # type: ignore[arg-type]
+        self.connections = Connections(decode, self, LEASE_S)  # type: ignore[arg-type]
         info = SimpleNamespace(incarnation=DECODE, worker_id="decode-0", transport_metadata=decode.metadata)
         self.peer = cast(Peer, SimpleNamespace(info=info, name=PeerId(DECODE)))
         self.connections.begin(self.peer)
@@ -138,11 +139,16 @@ class PrefillEnd(End):
 
     async def drained(self, receiver: str) -> None:
         assert receiver == DECODE
+        self.num_drains += 1
         await self.are_drained.wait()
 
     async def write(self) -> WriteCompleted | WriteFailed:
         self.thread.write(PeerId(DECODE), [Descriptor(0, 0, 8)], b"tag")
         return await asyncio.wait_for(self.ends.get(), 60)
+
+
+def not_reached() -> None:
+    raise WorkerLostError("no way there")
 
 
 class Site:
@@ -158,6 +164,9 @@ class Site:
         """A commit is about to be sent."""
         self.cut()
         self.prefill.thread.submit(lambda transport: transport.send(PeerId(DECODE), b"a commit"))
+
+    async def is_told(self, *is_broken: bool) -> None:
+        await until(lambda: self.prefill.told == [*is_broken], "the news")
 
     async def is_up(self) -> None:
         await until(lambda: not self.prefill.tasks, "the end of all that is under way")
@@ -205,10 +214,18 @@ async def test_one_that_only_seemed_broken_and_carries_is_kept(site: Site) -> No
 
 
 @pytest.mark.long
-async def test_one_that_does_not_carry_although_its_peer_answers_is_made_anew(site: Site) -> None:
-    site.cut()
+@pytest.mark.parametrize("is_silent", [True, False])
+async def test_one_that_does_not_carry_although_its_peer_answers_is_made_anew(site: Site, is_silent: bool) -> None:
+    """Also where nobody says so, and it did carry when it was tried before."""
+    site.prefill.connections.suspect(DECODE, "its stream of commits has ended")
+    await site.is_told(True, False)
+    if is_silent:
+        site.prefill.transport.faults = FaultPlan(lose_messages=True)
+    else:
+        site.cut()
+    site.decode.before_pairing = [lambda: setattr(site.prefill.transport, "faults", FaultPlan())]
     site.prefill.connections.suspect(DECODE, "a write has not arrived")
-    await until(lambda: site.prefill.told == [True, False], "the connection")
+    await site.is_told(True, False, True, False)
     await site.is_up()
     assert (site.prefill.num_closed, site.decode.num_closed) == (1, 1)
 
@@ -216,32 +233,66 @@ async def test_one_that_does_not_carry_although_its_peer_answers_is_made_anew(si
 @pytest.mark.long
 async def test_nothing_is_closed_before_a_peer_that_was_stopped_answers(site: Site) -> None:
     """What it would find then is a connection that carries."""
-
-    def not_reached() -> None:
-        raise WorkerLostError("no answer")
-
     site.decode.before_answering = [not_reached] * 3
     site.prefill.connections.suspect(DECODE, "a write has not arrived")
-    await until(lambda: site.prefill.told == [True, False], "the connection")
+    await site.is_told(True, False)
     assert not site.decode.before_answering
     await site.is_up()
     assert (site.prefill.num_closed, site.decode.num_closed) == (0, 0)
+
+
+async def test_one_that_breaks_while_its_peer_does_not_answer_is_closed_at_once(site: Site) -> None:
+    def breaks() -> None:
+        site.prefill.connections.broke(DECODE, "reset")
+        not_reached()
+
+    site.decode.before_answering = [breaks, not_reached]
+    site.prefill.connections.suspect(DECODE, "its stream of commits has ended")
+    await site.is_told(True, False)
+    assert (site.prefill.num_closed, site.decode.num_closed) == (1, 1)
+    assert site.decode.before_answering, "it was tried no more"
 
 
 @pytest.mark.long
 async def test_one_by_which_a_write_still_hangs_is_made_anew_although_it_carries(site: Site) -> None:
     site.prefill.are_drained.clear()
     site.prefill.connections.suspect(DECODE, "a write has not arrived")
-    await until(lambda: site.prefill.told == [True, False], "the connection")
+    await site.is_told(True, False)
     await site.is_up()
     assert (site.prefill.num_closed, site.decode.num_closed) == (1, 1)
 
 
 @pytest.mark.long
-async def test_one_that_breaks_while_it_is_tried_is_made_anew(site: Site) -> None:
+@pytest.mark.parametrize("breaks", [True, False])
+async def test_what_happens_while_it_is_tried_counts(site: Site, breaks: bool) -> None:
+    """A break makes it anew; where another write hangs, that one is waited for too."""
+    site.prefill.are_drained.clear()
+    site.prefill.connections.suspect(DECODE, "a write has not arrived")
+    await until(lambda: site.prefill.num_drains == 1, "a trial")
+    if breaks:
+        site.prefill.connections.broke(DECODE, "reset")
+    else:
+        site.prefill.connections.suspect(DECODE, "another write has not arrived")
+    site.prefill.are_drained.set()
+    await site.is_told(True, False)
+    await site.is_up()
+    assert (site.prefill.num_drains, site.prefill.num_closed) == ((1, 1) if breaks else (2, 0))
+
+
+async def test_nobody_hears_that_a_connection_is_up_to_a_peer_that_ended_while_it_was_tried(site: Site) -> None:
+    site.prefill.are_drained.clear()
+    site.prefill.connections.suspect(DECODE, "a write has not arrived")
+    await until(lambda: site.prefill.num_drains == 1, "a trial")
+    site.prefill.connections.forget(DECODE)
+    site.prefill.are_drained.set()
+    await until(lambda: not site.prefill.tasks, "the end of the trial")
+    assert site.prefill.told == [True]
+
+
+async def test_one_that_breaks_as_it_is_tried_is_made_anew(site: Site) -> None:
     site.decode.before_answering = [site.cut_and_notice]
     site.prefill.connections.suspect(DECODE, "its stream of commits has ended")
-    await until(lambda: site.prefill.told == [True, False], "the connection")
+    await site.is_told(True, False)
     await site.is_up()
     assert (site.prefill.num_closed, site.decode.num_closed) == (1, 1)
 
@@ -289,9 +340,6 @@ async def test_who_waits_for_a_connection_goes_on_when_its_peer_has_ended(site: 
 async def test_a_peer_that_cannot_be_reached_is_tried_until_it_can(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def not_reached() -> None:
-        raise WorkerLostError("no way there")
-
     monkeypatch.setattr(site.prefill.connections, "_patience_s", 0.02)
     site.decode.before_pairing = [not_reached] * 2
     site.cut()

@@ -11,7 +11,7 @@ import pytest
 from kvtransfer.layout import LayoutId
 from kvtransfer.protocol.messages import AttemptKey, Grant
 from kvtransfer.protocol.sender_events import ConfirmIdle
-from kvtransfer.transports.events import PeerId
+from kvtransfer.transports.events import Greeting, PeerId
 from kvtransfer.wire import layout_to_proto, protocols_to_proto
 from prefill_worker.peers import DecodePeers, Peer
 from tandem.core.errors import WorkerLostError
@@ -281,4 +281,15 @@ async def test_whoever_pairs_again_hears_of_the_next_break_too(site: Site) -> No
     assert peer.commits.is_open
     await asyncio.to_thread(site.decode.kill)
     await until(lambda: len(site.unreached) == 2, "the end of the next stream")
+    await peers.close()
+
+
+@pytest.mark.parametrize("knows_trials", [True, False])
+async def test_an_older_decode_worker_proves_no_trial_of_a_connection(site: Site, knows_trials: bool) -> None:
+    """Of each it says that the connection has come up, once."""
+    peers = site.make()
+    peer = await peers.get(site.decode.info)
+    site.decode.knows_trials = knows_trials
+    assert await peers.await_greeting(peer, Greeting(0), 0.0)
+    assert await peers.await_greeting(peer, Greeting(0, trial=2), 0.0) is knows_trials
     await peers.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ def content(
     found = None if case.times is not None else fit_shared(alone.steps(steps) + many.steps(steps))
     tree = scenario_tree(case, found, alone, steps)
     if found is not None:
-        tree["cores"] |= cores_tree(Slowdowns(message=message_loss(tree, many)))
+        tree["cores"] |= cores_tree(message_loss(tree, many, len(os.sched_getaffinity(0))))
     shape = build(Scenario, tree).shape()
     return {
         "name": case.name,
@@ -115,25 +116,28 @@ def network(alone: Run, steps: Sequence[Step]) -> tuple[float, float]:
     return max(0.0, ttft_s - prefill_s) / len(alone.records), max(0.0, second_s - later_s)
 
 
-def message_loss(tree: Mapping[str, Any], many: Run) -> Beside:
-    """What a message loses to each step, whichever it is, with which a second token comes as late as it did. Nothing,
-    where none makes it that late."""
+def message_loss(tree: Mapping[str, Any], many: Run, num_cores: int) -> Slowdowns:
+    """What a message loses to each step, whichever it is, with which a second token comes as late as it did, where no
+    core is left. Nothing, where none makes it that late."""
     recorded, wanted_s = _recorded(many), measured_second_token_s(many.records)
 
+    def losing(loss: float) -> Slowdowns:
+        return Slowdowns(message=Beside(loss, loss), num_cores=num_cores)
+
     def is_enough(loss: float) -> bool:
-        cores = tree["cores"] | cores_tree(Slowdowns(message=Beside(loss, loss)))
+        cores = tree["cores"] | cores_tree(losing(loss))
         _, found = outcomes(build(Scenario, {**tree, "cores": cores}).shape(), recorded, [recorded])
         return second_token_s(found) >= wanted_s
 
     low, high = 0.0, 1.0
     while not is_enough(high):
         if high >= _MOST_LOST:
-            return Beside()
+            return Slowdowns()
         low, high = high, 2 * high
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         low, high = (low, middle) if is_enough(middle) else (middle, high)
-    return Beside(low, low)
+    return losing(low)
 
 
 def compared(shape: WorldShape, runs: Sequence[Run], before: Sequence[Run] = ()) -> dict[str, Any]:

@@ -66,14 +66,14 @@ def _model(name: str, model: dict[str, Any]) -> Iterator[str]:
             yield f"| {load['load']}{suffix} | {len(load['measured'])} | {' | '.join(cells)} |"
 
 
-def _slowdowns(cores: dict[str, dict[str, float]]) -> str:
+def _slowdowns(cores: dict[str, Any]) -> str:
     nothing = {"prompts": 0.0, "decode": 0.0}
     prompts, decode, message = (cores.get(name, nothing) for name in ("prompts", "decode", "message"))
     return (
         f"A step of prompts takes {prompts['prompts']:.0%} longer beside each other one, and {prompts['decode']:.0%} "
         f"beside each that generates; one that generates {decode['prompts']:.0%} beside each of prompts, and "
         f"{decode['decode']:.0%} beside each other. What goes between processes takes {message['decode']:.0%} longer "
-        "beside each step"
+        f"beside each step{' for which no core is left' if cores.get('num_cores') else ''}"
     )
 
 

@@ -43,6 +43,10 @@ class Slowdowns:
     prompts: Beside = field(default_factory=Beside)
     decode: Beside = field(default_factory=Beside)
     message: Beside = field(default_factory=Beside)
+    num_cores: int = key(
+        0, "Of the host: a message loses nothing while fewer steps than these are under way. 0: it loses to each.",
+        minimum=0,
+    )  # fmt: skip
 
     def of(self, kind: Kind, num_prompts: int, num_decode: int) -> float:
         """How many times its time alone a step, or a message, takes while so many steps are under way. A step is one
@@ -51,7 +55,11 @@ class Slowdowns:
             return 1 + self.prompts.prompts * (num_prompts - 1) + self.prompts.decode * num_decode
         if kind is Kind.DECODE:
             return 1 + self.decode.prompts * num_prompts + self.decode.decode * (num_decode - 1)
-        return 1 + self.message.prompts * num_prompts + self.message.decode * num_decode
+        num = num_prompts + num_decode
+        num_in_the_way = num - max(0, self.num_cores - 1)
+        if num_in_the_way <= 0:
+            return 1.0
+        return 1 + (self.message.prompts * num_prompts + self.message.decode * num_decode) * num_in_the_way / num
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from benchmarks.predict.real import Run
 from benchmarks.predict.simulated import GOALS, Figures, Recorded, figures_of, is_met, off, outcomes
 from tandem.bench.load.records import RequestRecord
 from tandem.core.config_tree import build
-from tandem.sim.cores import Beside
+from tandem.sim.cores import Beside, Slowdowns
 from tandem.sim.load import Lengths
 from tandem.sim.scenario import Scenario
 
@@ -76,13 +76,13 @@ def test_what_messages_lose_to_steps_is_found_from_second_tokens(loss: float) ->
     tree = {"times": "fitted", "fitted": times, "network": network, "cores": steps}
     rng, load = random.Random(1), Load("by chance", 100, Lengths(150), Lengths(10), rate=50.0)
     asked = [record(n, 0.02 * (n + rng.random()), rng.randrange(50, 300), rng.randrange(4, 20)) for n in range(100)]
-    known = {**tree, "cores": {**steps, "message": {"prompts": loss, "decode": loss}}}
+    known = {**tree, "cores": {**steps, "message": {"prompts": loss, "decode": loss}, "num_cores": 2}}
     began_s, found = outcomes(build(Scenario, known).shape(), Recorded(load, asked), [Recorded(load, asked)])
     events = [tuple(at_s - began_s for at_s in (one.first_token_s, one.second_token_s)) for one in found]
     real = [dataclasses.replace(one, event_s=event_s) for one, event_s in zip(asked, events, strict=True)]
-    said = message_loss(tree, Run(load, real, figures_of(found, began_s), 0.0, 0.0))
-    assert said == Beside(said.prompts, said.prompts)
-    assert said.prompts == pytest.approx(loss, rel=0.1, abs=0.02)
+    said = message_loss(tree, Run(load, real, figures_of(found, began_s), 0.0, 0.0), num_cores=2)
+    assert said == Slowdowns(message=Beside(said.message.prompts, said.message.prompts), num_cores=2)
+    assert said.message.prompts == pytest.approx(loss, rel=0.1, abs=0.02)
 
 
 def test_a_figure_is_met_within_its_goal_or_the_spread_of_the_runs() -> None:

@@ -61,6 +61,10 @@ def test_a_message_waits_for_cores_that_steps_have_and_takes_them_from_none() ->
     slowdowns = Slowdowns(message=Beside(prompts=3.0, decode=1.0))
     assert slowdowns.of(Kind.MESSAGE, 0, 0) == 1.0
     assert slowdowns.of(Kind.MESSAGE, 2, 3) == 1 + 2 * 3.0 + 3 * 1.0
+    of_two = dataclasses.replace(slowdowns, num_cores=2)
+    assert [of_two.of(Kind.MESSAGE, *steps) for steps in ((0, 0), (1, 0), (0, 1))] == [1.0] * 3, "a core is left"
+    assert of_two.of(Kind.MESSAGE, 2, 0) == 1 + 3.0
+    assert of_two.of(Kind.MESSAGE, 2, 3) == 1 + (2 * 3.0 + 3 * 1.0) * 4 / 5
     kernel = Kernel(0.0)
     cores, ends_s = SharedCores(kernel, slowdowns), dict[str, float]()
     hops = Hops(kernel, 1.0, cores)

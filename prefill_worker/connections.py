@@ -195,6 +195,8 @@ class Connections:
         connection.num_trials += 1
         began_s = time.monotonic()
         try:
+            if not await self._calls.ask_transport(lambda transport: transport.greets):
+                return False  # nothing shows what it is worth
             await self._peers.reopen_commits(peer)
             await self._peers.await_greeting(peer, Greeting(connection.number), 0.0)  # an answer is all that is wanted
             if time.monotonic() - began_s > trial_s:

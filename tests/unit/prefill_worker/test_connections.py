@@ -289,6 +289,17 @@ async def test_nobody_hears_that_a_connection_is_up_to_a_peer_that_ended_while_i
     assert site.prefill.told == [True]
 
 
+async def test_where_nobody_greets_it_is_not_tried_but_made_anew(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LoopbackTransport, "greets", False)
+    site.decode.before_answering = [not_reached]
+    site.prefill.connections.suspect(DECODE, "a write has not arrived")
+    await site.is_told(True, False)
+    assert site.decode.before_answering, "decode would have been asked to expect something"
+    assert (site.prefill.num_closed, site.decode.num_closed) == (1, 1)
+
+
 async def test_one_that_breaks_as_it_is_tried_is_made_anew(site: Site) -> None:
     site.decode.before_answering = [site.cut_and_notice]
     site.prefill.connections.suspect(DECODE, "its stream of commits has ended")

@@ -69,8 +69,8 @@ class _Connection:
     number: int = 0  # of the connection that counts; it rises each time that one is made anew
     is_whole: asyncio.Event = field(default_factory=asyncio.Event)  # not known to be broken
     num_trials: int = 0  # of that one
-    is_suspected: bool = False  # again, since it is known for what is waited
-    has_broken: bool = False  # again, while it was tried or made anew
+    is_suspected: bool = False  # since its last trial knew for what to wait
+    has_broken: bool = False  # it is known to be; while it is made anew: the new one is, too
     is_greeted: asyncio.Event = field(default_factory=asyncio.Event)  # the first greeting came through, or did not
 
 

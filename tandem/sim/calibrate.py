@@ -249,13 +249,9 @@ def _own_seconds(spent_s: _Numbers, generates: npt.NDArray[np.bool_], slowdowns:
     return found
 
 
-def seconds_by_state(steps: Sequence[Step], spans: Sequence[tuple[float, float]] | None = None) -> _Numbers:
-    """[num_spans, num_prompts + 1, num_decode + 1]: of each span the seconds in which so many steps of prompts, and so
-    many that generate, were under way; for as many of both as there are workers that took such.
-
-    Args:
-        spans: from when until when, by the clock of the host; `None`: of each step, itself among those.
-    """
+def seconds_by_state(steps: Sequence[Step]) -> _Numbers:
+    """[num_steps, num_prompts + 1, num_decode + 1]: of each step the seconds in which so many steps of prompts, and so
+    many that generate, were under way, itself among them; for as many of both as there are workers that took such."""
     began_s = np.array([step.began_s for step in steps])
     ended_s = began_s + np.array([step.seconds for step in steps])
     moments = np.concatenate((began_s, ended_s))
@@ -270,12 +266,12 @@ def seconds_by_state(steps: Sequence[Step], spans: Sequence[tuple[float, float]]
         for is_kind in (~generates, generates)
     ]
     gaps_s = np.diff(moments)
-    asked = np.array(spans).T if spans is not None else np.array((began_s, ended_s))
-    found = np.empty((asked.shape[1], num_workers[0] + 1, num_workers[1] + 1))
+    begin, end = np.searchsorted(moments, began_s), np.searchsorted(moments, ended_s)
+    found = np.empty((len(steps), num_workers[0] + 1, num_workers[1] + 1))
     for num_prompts, num_decode in np.ndindex(*found.shape[1:]):
         is_so = (under_way[0] == num_prompts) & (under_way[1] == num_decode)
         before_s = np.concatenate(((0.0,), np.cumsum(gaps_s * is_so)))
-        found[:, num_prompts, num_decode] = np.diff(np.interp(asked, moments, before_s), axis=0)[0]
+        found[:, num_prompts, num_decode] = before_s[end] - before_s[begin]
     return found
 
 

@@ -506,7 +506,7 @@ class AwaitGreetingReply(_message.Message):
     TRIAL_FIELD_NUMBER: _builtins.int
     has_come: _builtins.bool
     trial: _builtins.int
-    """which one came; an older worker knows of the opening one only"""
+    """as it was asked; an older worker knows of the opening one only"""
     def __init__(
         self,
         *,

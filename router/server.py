@@ -28,7 +28,9 @@ from router.http.siblings import Siblings
 from router.http.turn_exchange import TurnExchange
 from router.lifecycle.context import RouterContext
 from router.lifecycle.migration_slots import MigrationSlots
+from router.lifecycle.request_load import RequestLoad
 from router.lifecycle.tenants import Tenants
+from router.lifecycle.token_tally import TokenTally
 from router.lifecycle.turns import Turns
 from router.observe.export import Exporter
 from router.observe.recorder import Recorder, WorkSpan
@@ -159,7 +161,7 @@ class RouterServer:
             names = VllmNames(context.metrics, context.workers, context.admission, card.own_name)
             context.metrics.registry.register(names)
         others = OtherRouters()
-        page = MetricsPage(context.metrics, self._name, others)
+        page = MetricsPage(context.metrics, context.tally.settle, self._name, others)
         live = Live(context, card.own_name, self._name, others)
         exchange = TurnExchange(context.turns, self._name, others)
         batches = None
@@ -296,10 +298,12 @@ class RouterServer:
                 admission.on_freed()
 
         workers.on_change, workers.on_report = workers_changed, reported
-        recorder = Recorder(time.time() - clock.now())
+        load, recorder = RequestLoad(), Recorder(time.time() - clock.now())
+        tally = TokenTally(metrics, recorder, load, tenants, turns)
         context = RouterContext(
-            config, clock, workers, admission, metrics, tokenizer, budget, migrations, tenants, turns, recorder=recorder
-        )
+            config, clock, workers, admission, metrics, tokenizer, budget, migrations, tenants, turns, load, recorder,
+            tally,
+        )  # fmt: skip
 
         def note_work(request_id: str, attempt: int, role: Role, spans: Iterable[WorkSpan]) -> None:
             context.recorder.worked(request_id, attempt, role, spans, clock.now())

@@ -105,6 +105,7 @@ class Live:
         return parts
 
     def _own_part(self, seen: Seen, until: int | None = None) -> dict[str, Any]:
+        self._context.tally.settle()
         return part_of(self._context.recorder, self._name, seen, self._context.clock.now(), until)
 
     # -- single requests

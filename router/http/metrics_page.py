@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from router.workers.other_routers import OtherRouters
 from tandem.core.metrics import RouterMetrics
@@ -20,12 +20,16 @@ _ANSWERS = """\
 class MetricsPage:
     """The exposition of one router, with those of the others that share its port."""
 
-    def __init__(self, metrics: RouterMetrics, name: str, others: OtherRouters) -> None:
-        self._metrics, self._name, self._others = metrics, name, others
+    def __init__(
+        self, metrics: RouterMetrics, settle: Callable[[], object], name: str, others: OtherRouters
+    ) -> None:
+        """`settle`: called before they are read."""
+        self._metrics, self._settle, self._name, self._others = metrics, settle, name, others
         others.on_question(_KIND, lambda _: self._own())
 
     def _own(self) -> bytes:
         """In the event loop, like all that counts."""
+        self._settle()
         return self._metrics.exposition(self._name)
 
     async def text(self) -> bytes:

@@ -9,6 +9,7 @@ from router.lifecycle.open_exchanges import OpenExchanges
 from router.lifecycle.request_errors import RequestErrors
 from router.lifecycle.request_load import RequestLoad
 from router.lifecycle.tenants import Tenants
+from router.lifecycle.token_tally import TokenTally
 from router.lifecycle.turns import Turns
 from router.observe.recorder import Recorder
 from router.policy.admission import Admission
@@ -34,10 +35,11 @@ class RouterContext:
     migrations: MigrationSlots
     tenants: Tenants
     turns: Turns
+    load: RequestLoad
+    recorder: Recorder
+    tally: TokenTally
     open_exchanges: OpenExchanges = field(default_factory=OpenExchanges)
     errors: RequestErrors = field(default_factory=RequestErrors)
-    load: RequestLoad = field(default_factory=RequestLoad)
-    recorder: Recorder = field(default_factory=Recorder)
 
     async def drain(self) -> None:
         """Take no new requests; return when those under way have ended."""

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 from router.lifecycle.context import RouterContext
 from router.lifecycle.deadline import passed_deadline
+from router.lifecycle.token_tally import Counted
 from router.observe.trace import Trace
 from router.policy.choose import choose
 from router.policy.first_token import slack_of
@@ -82,9 +83,11 @@ class InFlightRequest:
         self._first_token_s: list[float | None] = [None] * request.num_choices
         self._last_token_s: list[float | None] = [None] * request.num_choices
         self._second_token_s: list[float | None] = [None] * request.num_choices
+        self._has_token = False  # whether the client has been given one
         context.budget.earn()
         context.load.came(request, context.turns.computed_share)
         self._turn = context.turns.join(request, inbox)
+        self._counted = Counted(request, self._turn)
 
     @property
     def age_s(self) -> float:
@@ -280,11 +283,11 @@ class InFlightRequest:
 
     def take_token(self, token: TokenGiven) -> None:
         """Enter a token in the journal, and give the client what can be given out now."""
-        is_first = self.journal.num_tokens == 0
         ready = self.journal.accept(token)
         if not ready:
             return
-        fault_points.reach("router.first_token" if is_first else "router.token")
+        fault_points.reach("router.token" if self._has_token else "router.first_token")
+        self._has_token = True
         self._measure(token.choice, len(ready))
         text = self._texts[token.choice]
         deltas = text.push(ready)
@@ -309,30 +312,30 @@ class InFlightRequest:
             self.journal.prompt_scores.accept(scored.first, scored.tokens)
 
     def _measure(self, choice: int, num_tokens: int) -> None:
-        now_s, metrics = self.context.clock.now(), self.context.metrics
-        if self._fault_s is not None:
-            metrics.recovery_s.observe(now_s - self._fault_s)
-            self._fault_s = None
-        last_s = self._last_token_s[choice]
+        now_s = self.context.clock.now()
+        last_s, self._last_token_s[choice] = self._last_token_s[choice], now_s
         gap_s = None if last_s is None else now_s - last_s
-        self.context.recorder.tokens(self.trace, now_s, num_tokens, gap_s)
-        metrics.output_tokens.inc(num_tokens)
-        self.context.load.gave(self.request, num_tokens)
-        self.context.tenants.give(self.request.tenant, num_tokens)
-        self._turn.charge(num_tokens)
-        if gap_s is not None:
-            metrics.itl_s.observe(gap_s)
-        elif all(stamp is None for stamp in self._last_token_s):
-            metrics.ttft_s.observe(now_s - self.request.arrived_s)
-            self.context.load.gave_first(self.request, now_s - self.request.arrived_s)
+        self.context.tally.gave(self._counted, now_s, num_tokens, gap_s)
+        self.trace.token(now_s, num_tokens)
+        if self._second_token_s[choice] is None:
+            self._measure_begin(choice, num_tokens, gap_s, now_s)
+        if self._fault_s is not None:
+            self.context.metrics.recovery_s.observe(now_s - self._fault_s)
+            self._fault_s = None
+
+    def _measure_begin(self, choice: int, num_tokens: int, gap_s: float | None, now_s: float) -> None:
+        """Its first two tokens; `gap_s` as of `TokenTally.gave`."""
+        context, request = self.context, self.request
         if gap_s is None:
+            if all(stamp is None for stamp in self._first_token_s):
+                ttft_s = now_s - request.arrived_s
+                context.metrics.ttft_s.observe(ttft_s)
+                context.recorder.first_token(now_s, ttft_s)
+                context.load.gave_first(request, ttft_s)
             self._first_token_s[choice] = now_s
-        if (gap_s is not None or num_tokens > 1) and self._second_token_s[choice] is None:
+        if gap_s is not None or num_tokens > 1:
             self._second_token_s[choice] = now_s
-            metrics.second_token_s.observe(gap_s or 0.0)
-        for _ in range(num_tokens - 1):  # they came early, so the client gets them in the same moment
-            metrics.itl_s.observe(0.0)
-        self._last_token_s[choice] = now_s
+            context.metrics.second_token_s.observe(gap_s or 0.0)
 
     # -- states
 
@@ -350,6 +353,7 @@ class InFlightRequest:
     def end(self, state: RequestState, outcome: str) -> None:
         """The request has ended in `state`: free what workers keep of it, measure and log it."""
         self.context.migrations.leave(self.inbox)
+        self.context.tally.settle()  # its tokens are the turn's until that ends
         self._turn.end()
         for session in self.pages_kept_at.values():
             session.send(wire.release(self.request.request_id))

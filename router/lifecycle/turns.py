@@ -4,7 +4,7 @@ those of other routers (`router.policy.other_turns`)."""
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Protocol
 from uuid import uuid4
@@ -158,8 +158,17 @@ class Turns:
         """A sequence has had a place in decode's batch for so long."""
         self._place_s += (_WEIGHT if self._place_s else 1.0) * (seconds - self._place_s)
 
-    def charge(self, turn: Turn, num_tokens: int) -> None:
-        self._queue.charge(turn.entry, num_tokens)
+    def charge(self, given: Iterable[tuple[Turn, int]]) -> None:
+        """So many tokens were given out to each."""
+        sums: dict[tuple[str, str], int] = {}
+        entries: dict[tuple[str, str], Waiting] = {}
+        for turn, num_tokens in given:
+            entry = turn.entry
+            whose = (entry.owner, entry.session)
+            sums[whose] = sums.get(whose, 0) + num_tokens
+            entries[whose] = entry
+        for whose, num_tokens in sums.items():
+            self._queue.charge(entries[whose], num_tokens)
         self.on_news()
 
 
@@ -215,7 +224,7 @@ class Turn:
 
     def charge(self, num_tokens: int) -> None:
         """So many tokens were given out."""
-        self._turns.charge(self, num_tokens)
+        self._turns.charge([(self, num_tokens)])
 
     def had_place(self, seconds: float) -> None:
         """A sequence of it has ended that generated for so long."""

@@ -20,8 +20,11 @@ class Histogram:
         #: By bucket; only those that are not empty.
         self.counts: Counter[int] = Counter(counts or {})
 
-    def add(self, seconds: float, times: int = 1) -> None:
-        self.counts[round(math.log2(max(seconds, _SMALLEST_S)) * _PER_OCTAVE)] += times
+    def add(self, *seconds: float) -> None:
+        """Each once."""
+        log2, counts = math.log2, self.counts
+        for each in seconds:
+            counts[round(log2(each if each > _SMALLEST_S else _SMALLEST_S) * _PER_OCTAVE)] += 1
 
     def quantile(self, share: float) -> float | None:
         """Seconds that so great a share of what was counted does not exceed; `None` where nothing was."""

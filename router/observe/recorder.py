@@ -60,15 +60,15 @@ class Recorder:
         self._by_client.setdefault(trace.client_id, []).append(trace)
         self.history.at(trace.arrived_s).num_arrived += 1
 
-    def tokens(self, trace: Trace, now_s: float, count: int, gap_s: float | None) -> None:
-        """Tokens of one choice were given out, `gap_s` after those before; `None`: they are its first."""
+    def first_token(self, now_s: float, ttft_s: float) -> None:
+        """A request has got its first."""
+        self.history.at(now_s).ttft.add(ttft_s)
+
+    def tokens(self, now_s: float, count: int, gaps_s: Iterable[float]) -> None:
+        """So many were given out, each of these seconds after the one before of its choice."""
         second = self.history.at(now_s)
         second.num_tokens += count
-        if gap_s is not None:
-            second.itl.add(gap_s)
-        elif not trace.ticks:
-            second.ttft.add(now_s - trace.arrived_s)
-        trace.token(now_s, count)
+        second.itl.add(*gaps_s)
 
     def worked(self, request_id: str, attempt: int, role: Role, spans: Iterable[WorkSpan], now_s: float) -> None:
         """A worker has told, right after, what it did for an attempt: the way from there counts as its own."""

@@ -33,6 +33,7 @@ class Journal:
         self.attempt = 1
         self.prompt_scores = prompt_scores
         self.choices = [ChoiceRecord() for _ in range(num_choices)]
+        self._num_open = num_choices  # that have not ended
         #: How many tokens were not given out, by why: "stale", "repeated", "finished"; "disagreed" counts
         #: those among the repeated that had another id.
         self.dropped: Counter[str] = Counter()
@@ -40,7 +41,7 @@ class Journal:
     @property
     def is_finished(self) -> bool:
         """Whether every choice has ended."""
-        return all(choice.is_finished for choice in self.choices)
+        return not self._num_open
 
     @property
     def num_tokens(self) -> int:
@@ -73,6 +74,9 @@ class Journal:
         if token.index != num_given:
             self._out_of_order(choice, token)
             return []
+        if not choice.early and token.finish_reason is None:  # nearly always
+            choice.token_ids.append(token.token_id)
+            return [token]
         ready = [token]
         while (following := choice.early.pop(num_given + len(ready), None)) is not None:
             ready.append(following)
@@ -103,6 +107,7 @@ class Journal:
     def finish(self, choice: int, num_tokens: int | None = None) -> None:
         """The choice has ended; `num_tokens` cuts its record where the client's text ended earlier (stop string)."""
         record = self.choices[choice]
+        self._num_open -= not record.is_finished
         record.is_finished = True
         record.early.clear()
         if num_tokens is not None:

@@ -26,6 +26,7 @@ from router.workers.described import described, mismatches, outlined
 from router.workers.known_pages import Foreseen, KnownPages
 from router.workers.learnt import Learnt, LearntReads
 from router.workers.session import SessionState, WorkerSession
+from router.workers.worker_counts import WorkerCounts
 from tandem.core.clock import Clock, MonotonicClock
 from tandem.core.errors import IncompatibleError
 from tandem.core.identity import WORKER_ROLES, Role, WorkerKey
@@ -39,7 +40,6 @@ from tandem.rpc.v1.prefill_pb2 import HandoffDone, LinkChanged, PrefillEnded
 _log = logging.getLogger(__name__)
 
 _CONNECTABLE = ("ready", "draining")
-_NOTHING = WorkerStatus()
 
 
 class WorkerRegistry:
@@ -88,7 +88,7 @@ class WorkerRegistry:
         #: Each stays while it is a member: whoever kills it may not have heard of it yet.
         self.suspected: set[WorkerKey] = set()
         # What each incarnation had counted when it last reported: the exported counters take the differences.
-        self._counted: dict[WorkerKey, WorkerStatus] = {}
+        self._counted: dict[WorkerKey, WorkerCounts] = {}
         #: Ways between two workers that are slow or broken; whoever learns of it notes it here. A worker that has left
         #: takes its own along.
         self.links: dict[Pair, Link] = {}
@@ -372,36 +372,13 @@ class WorkerRegistry:
             )
 
     def status_reported(self, session: WorkerSession, status: WorkerStatus) -> None:
-        self.load_changed(session)
-        is_first = session.key not in self._counted
-        before = _NOTHING if is_first else self._counted[session.key]
-        self._counted[session.key] = status
-        metrics, role, transport = self._metrics, session.role, session.info.transport or "unknown"
-        for counter, labels, now, then in (
-            (metrics.prompt_tokens_computed, [role], status.prompt_tokens_computed, before.prompt_tokens_computed),
-            (metrics.prompt_tokens_cached, [role], status.prompt_tokens_cached, before.prompt_tokens_cached),
-            (metrics.masks, [role], status.masks, before.masks),
-            (metrics.mask_s, [role], status.mask_s, before.mask_s),
-            (metrics.late_masks, [role], status.late_masks, before.late_masks),
-            (metrics.slow_grammars, [role], status.slow_grammars, before.slow_grammars),
-            (metrics.guesses, ["lookup"], status.guesses, before.guesses),
-            (metrics.guesses, ["draft"], status.drafts, before.drafts),
-            (metrics.right_guesses, ["lookup"], status.right_guesses, before.right_guesses),
-            (metrics.right_guesses, ["draft"], status.right_drafts, before.right_drafts),
-            (metrics.mixed_steps, [], status.mixed_steps, before.mixed_steps),
-            (metrics.mixed_step_s, [], status.mixed_s, before.mixed_s),
-            (metrics.decode_tokens, [], status.decode_tokens, before.decode_tokens),
-            (metrics.preemptions, [], status.preemptions, before.preemptions),
-            (metrics.kv_transfer_bytes, [transport], status.transfer_bytes, before.transfer_bytes),
-        ):
-            if now > then or is_first:  # a counter is exported from its first worker on
-                (counter.labels(*labels) if labels else counter).inc(now - then)
-        for reason, number in status.refused.items():
-            if number > before.refused.get(reason, 0):
-                metrics.handoffs_refused.labels(reason).inc(number - before.refused.get(reason, 0))
-
-        if not is_first:  # else they may be of long ago
-            now_s = self._clock.now()
+        counts = self._counted.get(session.key)
+        if counts is None:  # what it has counted by now may be of long ago
+            counts = WorkerCounts(self._metrics, session.role, session.info.transport or "unknown")
+            self._counted[session.key] = counts
+            counts.take(status)
+        else:
+            before, now_s = counts.take(status), self._clock.now()
             self._chunk_speed.note(status.chunk_tokens - before.chunk_tokens, status.chunk_s - before.chunk_s, now_s)
             if session.is_prefill:
                 num_tokens = status.prompt_tokens_computed - before.prompt_tokens_computed

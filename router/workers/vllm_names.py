@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -80,7 +80,7 @@ class VllmNames(Collector):
         family.add_metric(self._values, sum(sum(_by_label(counter).values()) for counter in counters))
         return family
 
-    def _histogram(self, name: str, about: str, histogram: Histogram, phase: str | None) -> Metric:
+    def _histogram(self, name: str, about: str, histogram: Collector, phase: str | None) -> Metric:
         family = HistogramMetricFamily(f"vllm:{name}", about, labels=_LABELS)
         buckets, total = [], 0.0
         for sample in next(iter(histogram.collect())).samples:

@@ -33,7 +33,9 @@ class ByteDetokenizer:
         self._token_bytes = tokenizer.token_bytes
         self._shown_ids = shown_ids
         self._is_special = tokenizer.is_special
+        self._text_of = tokenizer.own_text
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_between = True  # characters: the decoder holds no part of one
         # Invariant: true while no text has come out and one leading space would be the tokenizer's own.
         self._strip_space = tokenizer.strips_first_space
         for token_id in prompt_ids[-_PROMPT_TAIL:]:
@@ -43,10 +45,15 @@ class ByteDetokenizer:
         """The text that this token settles; empty while a character is incomplete."""
         if self._is_special(token_id) and token_id not in self._shown_ids:
             return ""
-        return self._begun(self._utf8.decode(self._token_bytes(token_id)))
+        if self._is_between and (text := self._text_of(token_id)) is not None:
+            return self._begun(text) if self._strip_space else text
+        text = self._utf8.decode(self._token_bytes(token_id))
+        self._is_between = not self._utf8.getstate()[0]
+        return self._begun(text)
 
     def flush(self) -> str:
         """The end is reached: the rest, with U+FFFD for an incomplete character."""
+        self._is_between = True
         return self._begun(self._utf8.decode(b"", final=True))
 
     def _begun(self, text: str) -> str:

@@ -59,6 +59,7 @@ class Tokenizer:
         #: Whether one space at the very beginning of a text is the tokenizer's, not the text's.
         self.strips_first_space = self.is_byte_exact and _STRIP_ONE in _decoders(backend)
         self.token_bytes = functools.lru_cache(maxsize=None)(self.bytes_of)
+        self.own_text = functools.lru_cache(maxsize=None)(self._own_text)
 
     @classmethod
     def from_dir(cls, model_dir: Path) -> Tokenizer:
@@ -214,6 +215,13 @@ class Tokenizer:
             text: str = self._backend.decode([token_id], skip_special_tokens=False)
             return text.encode()
         return self._pieces(piece)
+
+    def _own_text(self, token_id: int) -> str | None:
+        """What its bytes say by themselves; `None` where they are no whole characters."""
+        try:
+            return self.token_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            return None
 
 
 def _object_in(path: Path) -> dict[str, Any]:

@@ -232,7 +232,8 @@ async def test_what_a_router_takes_that_does_not_answer_is_part_of_the_second(
     monkeypatch.setattr(others, "ask", ask)
     monkeypatch.setattr(asyncio, "wait_for", wait_for)
     workers = SimpleNamespace(outline=lambda *_: {})
-    context: Any = SimpleNamespace(clock=clock, workers=workers, recorder=Recorder())
+    tally = SimpleNamespace(settle=lambda: None)
+    context: Any = SimpleNamespace(clock=clock, workers=workers, recorder=Recorder(), tally=tally)
     told = Live(context, "toy", "router-0", others).events()
     for _ in range(3):
         await anext(told)

@@ -153,12 +153,13 @@ def test_an_end_counts_once() -> None:
     assert recorder.history.at(101.0).outcomes == {"failed": 1}
 
 
-def test_tokens_make_ttft_once_and_gaps_after() -> None:
+def test_a_second_knows_its_tokens_and_what_was_before_them() -> None:
     recorder, made = Recorder(), trace()
     recorder.begin(made)
-    recorder.tokens(made, 100.5, 1, None)
-    recorder.tokens(made, 100.5, 1, None)  # the first of another choice
-    recorder.tokens(made, 100.6, 2, 0.1)
+    recorder.first_token(100.5, 0.5)
+    recorder.tokens(100.5, 4, [0.1])
+    for now_s, count in ((100.5, 1), (100.5, 1), (100.6, 2)):
+        made.token(now_s, count)
     second = recorder.history.at(100.7)
     assert (second.num_tokens, second.ttft.counts.total(), second.itl.counts.total()) == (4, 1, 1)
     assert second.ttft.quantile(0.5) == pytest.approx(0.5, rel=0.1)
@@ -241,7 +242,7 @@ def test_routers_of_hosts_that_began_at_other_times_count_the_same_seconds() -> 
     parts = []
     for name, began_s in hosts.items():
         recorder, now_s = Recorder(began_s), 1_700_000_100.75 - began_s
-        recorder.tokens(trace(arrived_s=now_s - 1), now_s, 2, 0.01)
+        recorder.tokens(now_s, 2, [0.01])
         # The second one is asked a moment later, when the next second has begun there.
         late_s, until = (0.0, None) if name == "r0" else (0.5, parts[0]["now"])
         parts.append(part_of(recorder, name, Seen(), now_s + 1 + late_s, until))
@@ -255,7 +256,7 @@ def test_several_routers_are_added_up() -> None:
     for recorder, name in ((one, "a"), (other, "b")):
         made = trace(f"{name}#1", 100.0 if name == "a" else 99.0)
         recorder.begin(made)
-        recorder.tokens(made, 100.5, 2, 0.01)
+        recorder.tokens(100.5, 2, [0.01])
     parts = [part_of(recorder, name, Seen(), 101.0) for name, recorder in (("r0", one), ("r1", other))]
     parts[1] = json.loads(json.dumps(parts[1]))  # as it comes from another process
     told = joined(parts)

@@ -123,3 +123,21 @@ def test_the_number_of_a_command_is_its_own() -> None:
     assert shown(decode) == (1, PROMPT_TOKENS, 1, 3)
     hear(decode, num_commands=2)
     assert shown(decode)[1] == 0
+
+
+def test_a_report_that_says_nothing_new_has_no_load_looked_at_again() -> None:
+    class Counting(Unheard):
+        num_changes = 0
+
+        def load_changed(self, session: WorkerSession) -> None:
+            self.num_changes += 1
+
+    observer = Counting()
+    session = WorkerSession(Member(worker_id="w", incarnation="1", role=ROLE_DECODE), lease_s=1.0, observer=observer)
+    seen, runs = [], {"num_running": 1}
+    for figures in ({}, {}, runs, runs, {**runs, "draining": True}, {**runs, "draining": True}):
+        hear(session, **figures)
+        seen.append(observer.num_changes)
+    assert seen == [1, 1, 2, 2, 3, 3]
+    hear(session, num_running=1, num_commands=1, draining=True)
+    assert observer.num_changes == 4, "what it shows of our commands decides what counts beside it"

@@ -18,21 +18,20 @@ from benchmarks.predict.simulated import (
     Recorded,
     figures_of,
     is_met,
-    measured_second_token_s,
     off,
     outcomes,
-    second_token_s,
 )
 from tandem.core.config_tree import build
 from tandem.sim.calibrate import Fit, Step, cores_tree, fit_shared, spec_of, tree_of
-from tandem.sim.cores import Beside, Slowdowns
 from tandem.sim.scenario import Scenario
 from tandem.sim.shape import WorldShape
 
 # Pages in memory that both workers map: what a handoff takes beside is its latency.
 _GB_PER_S = 2.0
-# By a message to a step, as a share of its time alone.
-_MOST_LOST, _HALVINGS = 64.0, 8
+# To pass on what a step gives takes so many times as long as to pass on one of its tokens, beside these: routers and
+# load generators on such hosts take 100 to 150 us and 20 to 40.
+_TOKENS_OF_A_STEP = 4.0
+_MOST_TOKEN_US, _HALVINGS = 512.0, 8
 # Seeds: no two loads have one.
 _SETTLING, _ALONE, _MANY, _PREDICTED = range(4)
 
@@ -76,10 +75,11 @@ def content(
     case: Case, alone: Run, many: Run, repeated: Sequence[Sequence[Run]], steps: Sequence[Step]
 ) -> dict[str, Any]:
     """What is found of real runs: plain data, as of `measure`."""
-    found = None if case.times is not None else fit_shared(alone.steps(steps) + many.steps(steps))
+    num_cores = len(os.sched_getaffinity(0))  # a step takes one
+    found = None if case.times is not None else fit_shared(alone.steps(steps) + many.steps(steps), num_cores)
     tree = scenario_tree(case, found, alone, steps)
     if found is not None:
-        tree["cores"] |= cores_tree(message_loss(tree, many, len(os.sched_getaffinity(0))))
+        tree["cores"] |= passing(tree, many)
     shape = build(Scenario, tree).shape()
     return {
         "name": case.name,
@@ -116,28 +116,26 @@ def network(alone: Run, steps: Sequence[Step]) -> tuple[float, float]:
     return max(0.0, ttft_s - prefill_s) / len(alone.records), max(0.0, second_s - later_s)
 
 
-def message_loss(tree: Mapping[str, Any], many: Run, num_cores: int) -> Slowdowns:
-    """What a message loses to each step, whichever it is, with which a second token comes as late as it did, where no
-    core is left. Nothing, where none makes it that late."""
-    recorded, wanted_s = _recorded(many), measured_second_token_s(many.records)
+def passing(tree: Mapping[str, Any], many: Run) -> dict[str, float]:
+    """Keys of `cores`: what it takes to pass tokens on, so that requests take as long on average as they did. None,
+    where they take longer without."""
+    recorded, wanted_s = _recorded(many), many.figures.e2e_s
 
-    def losing(loss: float) -> Slowdowns:
-        return Slowdowns(message=Beside(loss, loss), num_cores=num_cores)
+    def keys(token_us: float) -> dict[str, float]:
+        return {"step_us": _TOKENS_OF_A_STEP * token_us, "token_us": token_us} if token_us else {}
 
-    def is_enough(loss: float) -> bool:
-        cores = tree["cores"] | cores_tree(losing(loss))
-        _, found = outcomes(build(Scenario, {**tree, "cores": cores}).shape(), recorded, [recorded])
-        return second_token_s(found) >= wanted_s
+    def is_enough(token_us: float) -> bool:
+        shape = build(Scenario, {**tree, "cores": {**tree["cores"], **keys(token_us)}}).shape()
+        began_s, found = outcomes(shape, recorded, [recorded])
+        return figures_of(found, began_s).e2e_s >= wanted_s
 
-    low, high = 0.0, 1.0
-    while not is_enough(high):
-        if high >= _MOST_LOST:
-            return Slowdowns()
-        low, high = high, 2 * high
+    if is_enough(0.0):
+        return {}
+    low, high = 0.0, _MOST_TOKEN_US
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         low, high = (low, middle) if is_enough(middle) else (middle, high)
-    return losing(low)
+    return keys(high)
 
 
 def compared(shape: WorldShape, runs: Sequence[Run], before: Sequence[Run] = ()) -> dict[str, Any]:

@@ -68,12 +68,13 @@ def _model(name: str, model: dict[str, Any]) -> Iterator[str]:
 
 def _slowdowns(cores: dict[str, Any]) -> str:
     nothing = {"prompts": 0.0, "decode": 0.0}
-    prompts, decode, message = (cores.get(name, nothing) for name in ("prompts", "decode", "message"))
+    prompts, decode = (cores.get(name, nothing) for name in ("prompts", "decode"))
     return (
-        f"A step of prompts takes {prompts['prompts']:.0%} longer beside each other one, and {prompts['decode']:.0%} "
+        f"{cores['num_cores']} steps are computed at a time, of more each has its turns; besides, a step of prompts "
+        f"takes {prompts['prompts']:.0%} longer beside each other one that is computed, and {prompts['decode']:.0%} "
         f"beside each that generates; one that generates {decode['prompts']:.0%} beside each of prompts, and "
-        f"{decode['decode']:.0%} beside each other. What goes between processes takes {message['decode']:.0%} longer "
-        f"beside each step{' for which no core is left' if cores.get('num_cores') else ''}"
+        f"{decode['decode']:.0%} beside each other. To pass on what a step gives takes "
+        f"{cores.get('step_us', 0.0):.0f} µs, and {cores.get('token_us', 0.0):.0f} µs for each of its tokens"
     )
 
 

@@ -92,19 +92,6 @@ def _figures(tokens_per_s: float, e2e_s: Distribution, tpot_s: Distribution, ttf
     return Figures(tokens_per_s, e2e_s.mean, tpot_s.mean, ttft_s.p50, ttft_s.p99)
 
 
-def second_token_s(found: Sequence[Outcome]) -> float:
-    """Mean seconds from a request to its second token, of those that have one: what is between processes is in it, and
-    of steps no more than need be."""
-    seconds = [one.second_token_s - one.arrival.arrived_s for one in found if one.num_tokens > 1]
-    return sum(seconds) / len(seconds)
-
-
-def measured_second_token_s(records: Sequence[RequestRecord]) -> float:
-    """As `second_token_s`."""
-    seconds = [record.event_s[1] - record.sent_s for record in records if len(record.event_s) > 1]
-    return sum(seconds) / len(seconds)
-
-
 def off(said: float, runs: Sequence[float]) -> float:
     """Of a prediction, relative to the mean of real runs."""
     mean = sum(runs) / len(runs)

@@ -109,6 +109,7 @@ class Fitted:
     """A sum of seconds: for the step, and for each of its terms. What `of_row` adds is beside `of_token`.
 
     Attributes:
+        only_prompts_s: of one that generates for nobody, beside `base_s`.
         of_rows: of sequences that generate, with their tokens; none: `of_token` and `of_row` say it.
         of_prompts: of tokens of prompts; none: `of_token` says it.
     """
@@ -121,12 +122,14 @@ class Fitted:
     windows: Windows = NO_WINDOWS
     of_rows: Points = ()
     of_prompts: Points = ()
+    only_prompts_s: float = 0.0
 
     def seconds(self, terms: Terms) -> float:
         num_rows, num_of_prompts = terms.num_rows, terms.num_tokens - terms.num_rows
         rows_s = at_points(self.of_rows, num_rows) if self.of_rows else (self.of_token_s + self.of_row_s) * num_rows
         prompts_s = at_points(self.of_prompts, num_of_prompts) if self.of_prompts else self.of_token_s * num_of_prompts
-        return self.base_s + rows_s + prompts_s + self.of_read_s * terms.num_read + self.of_pair_s * terms.num_pairs
+        base_s = self.base_s if num_rows else self.base_s + self.only_prompts_s
+        return base_s + rows_s + prompts_s + self.of_read_s * terms.num_read + self.of_pair_s * terms.num_pairs
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,6 +128,7 @@ class FittedSpec:
     """Seconds of a step as a sum, measured elsewhere. No token takes less than nothing."""
 
     base_ms: float = key(10.0, "Of a step.", minimum=0)
+    only_prompts_ms: float = key(0.0, "Of a step that generates for nobody, beside base_ms.", minimum=0)
     token_us: float = key(0.0, "Of each token that is computed.", minimum=0)
     row_us: float = key(0.0, "Of each sequence that generates, beside its token; below 0: such a token costs less.")
     read_ns: float = key(0.0, "Of each token of context that is read.", minimum=0)
@@ -148,7 +149,7 @@ class FittedSpec:
         )
         return Fitted(
             self.base_ms * 1e-3, self.token_us * 1e-6, self.row_us * 1e-6, self.read_ns * 1e-9, self.pair_ns * 1e-9,
-            of_rows=of_rows, of_prompts=of_prompts,
+            of_rows=of_rows, of_prompts=of_prompts, only_prompts_s=self.only_prompts_ms * 1e-3,
         )  # fmt: skip
 
     def __post_init__(self) -> None:

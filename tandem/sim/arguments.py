@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tandem.core.arguments import whole
+
 _AddCommand = Callable[..., argparse.ArgumentParser]
 
 
@@ -46,8 +48,11 @@ def add_command_to(commands: Any, add_command: _AddCommand) -> None:
     )
     calibrate.add_argument(
         "--shared-cores",
-        action="store_true",
-        help="all ran on one host and shared its cores: find how they slow each other down, too (`cores`)",
+        type=whole(1),
+        default=0,
+        metavar="N",
+        help="all ran on one host, and so many of their steps are computed at a time: as many as it has cores, where a "
+        "step takes one; find how they slow each other down, too (`cores`)",
     )
     calibrate.add_argument("--out", type=Path, metavar="FILE", help="write the times there, as a scenario has them")
 
@@ -61,4 +66,4 @@ def _run(options: argparse.Namespace) -> int:
 def _calibrate(options: argparse.Namespace) -> int:
     from tandem.sim.calibrate import run
 
-    return run(options.logs, options.out, shared_cores=options.shared_cores)
+    return run(options.logs, options.out, num_cores=options.shared_cores)

@@ -21,7 +21,7 @@ from tandem.core.errors import ConfigError
 from tandem.core.step_times import Fitted, Points, Terms
 from tandem.core.time_model import FittedSpec, ModelSpec
 from tandem.core.windows import NO_WINDOWS, Windows
-from tandem.sim.cores import Beside, Kind, Slowdowns
+from tandem.sim.cores import STEPS, Beside, Kind, Slowdowns
 from tandem.worker.step_log import COLUMNS, MODEL, SUFFIX, model_keys
 
 # Steps that took so many times as long as the others like them were held up by something else: a first use of memory,
@@ -123,7 +123,8 @@ def fit(steps: Sequence[Step], *, outlier: float = _OUTLIER) -> Fit:
     num_of_prompts = np.array([step.terms.num_tokens for step in steps]) - num_rows
     row_knots, prompt_knots = _knots(num_rows, _ROW_KNOTS), _knots(num_of_prompts, _PROMPT_KNOTS)
     hinges = _hinges(num_rows, row_knots), _hinges(num_of_prompts, prompt_knots)
-    lines = np.column_stack((np.ones(len(steps)), *hinges))
+    only_prompts = (num_rows == 0) & (num_rows.max() > 0)  # of prompts alone, `base_s` says it
+    lines = np.column_stack((np.ones(len(steps)), only_prompts, *hinges))
     rest = np.array([(step.terms.num_read, step.terms.num_pairs) for step in steps])
     rest *= [_says_more(column, lines) for column in rest.T]
     matrix = np.column_stack((lines, rest))
@@ -139,10 +140,10 @@ def fit(steps: Sequence[Step], *, outlier: float = _OUTLIER) -> Fit:
         ratio = seconds / said
         taken = ratio < outlier * np.median(ratio)
     base, read, pair = (float(found[index]) for index in (0, -2, -1))
-    of_rows, of_prompts = np.split(found[1:-2], [len(row_knots)])
+    of_rows, of_prompts = np.split(found[2:-2], [len(row_knots)])
     times = Fitted(
         base, of_read_s=read, of_pair_s=pair, of_rows=_points(row_knots, of_rows),
-        of_prompts=_points(prompt_knots, of_prompts),
+        of_prompts=_points(prompt_knots, of_prompts), only_prompts_s=float(found[1]),
     )  # fmt: skip
     return _judged(times, steps, outlier)
 
@@ -181,10 +182,14 @@ def _points(knots: Sequence[float], slopes: _Numbers) -> Points:
     return tuple((knot, float(end_s)) for knot, end_s in zip(knots, ends_s, strict=True))
 
 
-def fit_shared(steps: Sequence[Step]) -> Fit:
+def fit_shared(steps: Sequence[Step], num_cores: int) -> Fit:
     """As `fit`, of workers that share one host's cores; and how much longer a step takes beside others. Its terms are
     of a step that is alone. What is off is told of the steps' times alone. None is left out: that a step waits for a
     core is what is looked for.
+
+    Args:
+        num_cores: that so many steps are computed at a time. It is not found: loads that are measured show few of the
+            numbers of steps which may be under way, and of those each number of cores says about the same.
 
     Raises:
         ConfigError: there are too few steps, hardly any of a kind while no other worker computed, or some of a worker
@@ -196,16 +201,16 @@ def fit_shared(steps: Sequence[Step]) -> Fit:
         raise ConfigError(f"steps of {worker} lie in each other, or take no time; name each log once")
     if len(steps) >= _FEWEST:
         _require_alone(spent_s, generates)
-    slowdowns = Slowdowns()
+    slowdowns = Slowdowns(num_cores=num_cores)
     for _ in range(_SHARED_ROUNDS):
         own_s = _own_seconds(spent_s, generates, slowdowns)
         found = fit([replace(step, seconds=own) for step, own in zip(steps, own_s, strict=True)], outlier=math.inf)
         alone_s = np.array([found.times.seconds(step.terms) for step in steps])
-        of_kind = {
-            kind: _slowdown(kind, spent_s[rows], alone_s[rows])
+        of_kind = [
+            _slowdown(slowdowns, kind, spent_s[rows], alone_s[rows])
             for kind, rows in ((Kind.PROMPTS, ~generates), (Kind.DECODE, generates))
-        }
-        slowdowns = Slowdowns(of_kind[Kind.PROMPTS], of_kind[Kind.DECODE])
+        ]
+        slowdowns = replace(slowdowns, prompts=of_kind[0], decode=of_kind[1])
     return replace(found, slowdowns=slowdowns)
 
 
@@ -219,13 +224,16 @@ def _require_alone(spent_s: _Numbers, generates: npt.NDArray[np.bool_]) -> None:
             )
 
 
-def _slowdown(kind: Kind, spent_s: _Numbers, alone_s: _Numbers) -> Beside:
-    """With which steps that take so long alone took what they did, relative to that."""
+def _slowdown(slowdowns: Slowdowns, kind: Kind, spent_s: _Numbers, alone_s: _Numbers) -> Beside:
+    """With which steps that take so long alone took what they did, relative to that, where turns are as said."""
     if not len(alone_s):
         return Beside()
-    others = np.indices(spent_s.shape[1:]).reshape(2, -1) - np.array([[kind is Kind.PROMPTS], [kind is Kind.DECODE]])
-    seconds = spent_s.sum(axis=(1, 2))
-    num_beside = spent_s.reshape(len(spent_s), -1) @ np.maximum(others, 0).T / seconds[:, None]
+    states = np.indices(spent_s.shape[1:]).reshape(2, -1)
+    turns, share = np.array([slowdowns.turns(int(num)) for num in states.sum(axis=0)]).T
+    others = np.maximum(states - np.array([[kind is Kind.PROMPTS], [kind is Kind.DECODE]]), 0)
+    computed_s = spent_s.reshape(len(spent_s), -1) / turns
+    seconds = computed_s.sum(axis=1)
+    num_beside = computed_s @ (share * others).T / seconds[:, None]
     found = _not_negative(num_beside, seconds / alone_s - 1)
     return Beside(float(found[0]), float(found[1]))
 
@@ -306,17 +314,18 @@ def _not_negative(matrix: _Numbers, wanted: _Numbers) -> _Numbers:
 def spec_of(times: Fitted) -> FittedSpec:
     """In the units of a scenario."""
     return FittedSpec(
-        base_ms=times.base_s * 1e3, token_us=times.of_token_s * 1e6, row_us=times.of_row_s * 1e6,
-        read_ns=times.of_read_s * 1e9, pair_ns=times.of_pair_s * 1e9,
+        base_ms=times.base_s * 1e3, only_prompts_ms=times.only_prompts_s * 1e3, token_us=times.of_token_s * 1e6,
+        row_us=times.of_row_s * 1e6, read_ns=times.of_read_s * 1e9, pair_ns=times.of_pair_s * 1e9,
         rows_ms=_in_ms(times.of_rows), prompts_ms=_in_ms(times.of_prompts),
     )  # fmt: skip
 
 
-def run(paths: Sequence[Path], out: Path | None, *, shared_cores: bool = False) -> int:
-    """Print the fit of all steps and how near it comes to each worker's; write it to `out`."""
+def run(paths: Sequence[Path], out: Path | None, num_cores: int = 0) -> int:
+    """Print the fit of all steps and how near it comes to each worker's; write it to `out`. `num_cores`: as of
+    `fit_shared`; 0: the workers share none."""
     steps = read_steps(paths)
     windows = _windows_of(steps)
-    found = fit_shared(steps) if shared_cores else fit(steps)
+    found = fit_shared(steps, num_cores) if num_cores else fit(steps)
     spec = spec_of(found.times)
     tree: dict[str, object] = {
         "times": "fitted",
@@ -332,7 +341,7 @@ def run(paths: Sequence[Path], out: Path | None, *, shared_cores: bool = False) 
     table = Table("worker", "steps", "left out", "median off", "p90 off", "sum off", box=None)
     for name in sorted({step.worker for step in steps}):
         own = [step for step in steps if step.worker == name]
-        table.add_row(name, *_shown(_judged(found.times, own, math.inf if shared_cores else _OUTLIER)))
+        table.add_row(name, *_shown(_judged(found.times, own, math.inf if num_cores else _OUTLIER)))
     table.add_row("all", *_shown(found))
     for column in table.columns[1:]:
         column.justify = "right"
@@ -354,13 +363,14 @@ def run(paths: Sequence[Path], out: Path | None, *, shared_cores: bool = False) 
 
 def cores_tree(slowdowns: Slowdowns) -> dict[str, Any]:
     """`cores` of a scenario, of all that loses something."""
-    of_kind = {kind.value: getattr(slowdowns, kind.value) for kind in Kind}
+    of_kind = {kind.value: getattr(slowdowns, kind.value) for kind in STEPS}
     found: dict[str, Any] = {
         name: {"prompts": float(f"{beside.prompts:.4g}"), "decode": float(f"{beside.decode:.4g}")}
         for name, beside in of_kind.items()
         if beside != Beside()
     }
-    return found | ({"num_cores": slowdowns.num_cores} if slowdowns.num_cores else {})
+    others = {name: getattr(slowdowns, name) for name in ("num_cores", "step_us", "token_us")}
+    return found | {name: number for name, number in others.items() if number}
 
 
 def _windows_of(steps: Sequence[Step]) -> Windows:

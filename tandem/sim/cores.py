@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from tandem.core.config_tree import key
+from tandem.core.identity import WorkerKey
 from tandem.sim.kernel import Call, Kernel, Timer
 
 
@@ -16,7 +17,8 @@ class Kind(Enum):
 
     PROMPTS = "prompts"  # a step of arithmetic
     DECODE = "decode"  # weights and pages to be read; it generates for some sequences, and may compute prompts besides
-    MESSAGE = "message"  # no step: each process on its way waits for a core
+    MESSAGE = "message"  # no step: on its way it waits for cores, and hardly takes any
+    PASSING = "passing"  # no step: a process works that passes tokens on
 
     @classmethod
     def of(cls, num_rows: int) -> Kind:
@@ -37,29 +39,39 @@ class Beside:
 
 @dataclass(frozen=True)
 class Slowdowns:
-    """How much longer steps of both kinds, and messages, take beside steps on one host's cores; a section of a
-    scenario. What steps lose to messages is in what they lose to the steps that these come from."""
+    """How much longer steps and messages take beside others on one host's cores; a section of a scenario.
+
+    Of more than are computed at a time each has its share of the time. A step loses to other steps besides, so far as
+    they are computed at a time with it; a message loses nothing but its turns.
+    """
 
     prompts: Beside = field(default_factory=Beside)
     decode: Beside = field(default_factory=Beside)
-    message: Beside = field(default_factory=Beside)
     num_cores: int = key(
-        0, "Of the host: a message loses nothing while fewer steps than these are under way. 0: it loses to each.",
-        minimum=0,
+        0, "So many steps are computed at a time; of more each waits for its turns. 0: none waits.", minimum=0
+    )
+    step_us: float = key(
+        0.0, "Of a core, that routers and whoever asks take on this host to pass on the tokens of a step, one step at "
+        "a time; what comes from the same worker meanwhile is passed on together.", minimum=0,
     )  # fmt: skip
+    token_us: float = key(0.0, "And for each of these tokens.", minimum=0)
 
-    def of(self, kind: Kind, num_prompts: int, num_decode: int) -> float:
-        """How many times its time alone a step, or a message, takes while so many steps are under way. A step is one
-        of them."""
-        if kind is Kind.PROMPTS:
-            return 1 + self.prompts.prompts * (num_prompts - 1) + self.prompts.decode * num_decode
-        if kind is Kind.DECODE:
-            return 1 + self.decode.prompts * num_prompts + self.decode.decode * (num_decode - 1)
-        num = num_prompts + num_decode
-        num_in_the_way = num - max(0, self.num_cores - 1)
-        if num_in_the_way <= 0:
-            return 1.0
-        return 1 + (self.message.prompts * num_prompts + self.message.decode * num_decode) * num_in_the_way / num
+    def turns(self, num: int) -> tuple[float, float]:
+        """Of so many that are under way: how many times its time one takes since they take turns, and the share of the
+        others that is computed at a time with it."""
+        if not self.num_cores or num <= self.num_cores:
+            return 1.0, 1.0
+        return num / self.num_cores, (self.num_cores - 1) / (num - 1)
+
+    def of(self, kind: Kind, num_prompts: int, num_decode: int, num_passing: int = 0) -> float:
+        """How many times its time alone a step, or a message, takes while so many are under way. It is one of them."""
+        num = num_prompts + num_decode + num_passing
+        turns, share = self.turns(num + (kind is Kind.MESSAGE))
+        if kind not in STEPS:
+            return turns
+        beside = self.prompts if kind is Kind.PROMPTS else self.decode
+        num_others = num_prompts - (kind is Kind.PROMPTS), num_decode - (kind is Kind.DECODE)
+        return turns * (1 + share * (beside.prompts * num_others[0] + beside.decode * num_others[1]))
 
 
 @dataclass(slots=True)
@@ -96,11 +108,11 @@ class SharedCores:
         self._at_s = now_s
 
     def _plan(self) -> None:
-        num_prompts, num_decode = (len(self._works[kind].heap) for kind in STEPS)
+        nums = [len(self._works[kind].heap) for kind in (*STEPS, Kind.PASSING)]
         soonest_s = None
         for kind, works in self._works.items():
             if works.heap:
-                works.speed = 1 / self._slowdowns.of(kind, num_prompts, num_decode)
+                works.speed = 1 / self._slowdowns.of(kind, *nums)
                 in_s = max(0.0, works.heap[0][0] - works.done_s) / works.speed
                 if soonest_s is None or in_s < soonest_s:
                     soonest_s, self._next = in_s, works
@@ -112,6 +124,36 @@ class SharedCores:
         works.done_s, _, call = heapq.heappop(works.heap)  # sums of floats may have fallen short of it
         self._plan()
         call()
+
+
+class Passing:
+    """What passes tokens on from workers to whoever asked, one step's at a time: a router, and a load generator on the
+    same host. What a worker gives while it is busy goes together."""
+
+    def __init__(self, cores: SharedCores, step_s: float, token_s: float) -> None:
+        self._cores, self._step_s, self._token_s = cores, step_s, token_s
+        # By worker, the one first whose oldest has waited longest; a call for each token.
+        self._waiting: dict[WorkerKey, list[Call]] = {}
+        self._is_busy = False
+
+    def take(self, worker: WorkerKey, calls: list[Call]) -> None:
+        """A step has ended: call these, one for each of its tokens, when they have been passed on."""
+        self._waiting.setdefault(worker, []).extend(calls)
+        if not self._is_busy:
+            self._next()
+
+    def _next(self) -> None:
+        worker = next(iter(self._waiting))
+        calls, self._is_busy = self._waiting.pop(worker), True
+        seconds = self._step_s + len(calls) * self._token_s
+        self._cores.run(Kind.PASSING, seconds, lambda: self._passed(calls))
+
+    def _passed(self, calls: list[Call]) -> None:
+        self._is_busy = False
+        if self._waiting:
+            self._next()
+        for call in calls:
+            call()
 
 
 class Hops:

@@ -24,13 +24,13 @@ from tandem.core.page_keys import PageKeys
 from tandem.core.pages import pages_for
 from tandem.core.sampling import SampledToken, SamplingParams
 from tandem.core.token_ids import token_ids
-from tandem.sim.cores import Hops, SharedCores
+from tandem.sim.cores import Hops, Passing, SharedCores
 from tandem.sim.faults import Death
 from tandem.sim.figures import Figures
 from tandem.sim.fleet import Fleet
 from tandem.sim.gaps import Gaps
 from tandem.sim.job import InFlight, Job
-from tandem.sim.kernel import Kernel
+from tandem.sim.kernel import Call, Kernel
 from tandem.sim.load import Arrival
 from tandem.sim.machine import SALT, TOKEN, Machine, SchedulerMaker, token_of
 from tandem.sim.outcome import Outcome
@@ -83,12 +83,16 @@ class World:
     _page_names: PageNames | None = field(init=False)
     _retained: dict[WorkerKey, RetainedPrompts] = field(default_factory=dict, init=False)  # where somebody may die
     _cores: SharedCores | None = field(default=None, init=False)
+    _passing: Passing | None = field(default=None, init=False)  # of tokens
     _hops: Hops = field(init=False)
     _followed: list[Outcome] = field(default_factory=list, init=False)  # of requests that came behind others
 
     def __post_init__(self) -> None:
         shape = self.shape
-        self._cores = SharedCores(self.kernel, shape.slowdowns) if shape.slowdowns is not None else None
+        if (slowdowns := shape.slowdowns) is not None:
+            self._cores = SharedCores(self.kernel, slowdowns)
+            if slowdowns.step_us or slowdowns.token_us:
+                self._passing = Passing(self._cores, slowdowns.step_us * 1e-6, slowdowns.token_us * 1e-6)
         self._page_names = PageNames(shape.layout.page_size) if shape.prefix_cache else None
         self._hops = Hops(self.kernel, shape.message_s, self._cores)
         numbers = range(shape.num_routers)
@@ -474,6 +478,7 @@ class World:
 
     def _stepped(self, machine: Machine, batch: Batch) -> None:
         now_s, happened = self.kernel.now_s, bool(batch.admitted or batch.preempted or batch.stalled)
+        to_pass: list[Call] = []
         for item in batch.items:
             sequence, job = item.sequence, item.sequence.owner
             happened |= item.num_tokens > 1 or item.start < sequence.num_prompt
@@ -485,21 +490,28 @@ class World:
                 if item.start + item.num_tokens == sequence.num_prompt:
                     self._computed(job)
                 continue
-            if item.samples:
-                self._give(job, sequence.num_output - 1)
-            if sequence.num_output == sequence.params.max_tokens:
+            is_last = sequence.num_output == sequence.params.max_tokens
+            if is_last:
                 machine.free(sequence)
                 machine.ledger.remove(job)
                 job.sequence, happened = None, True
-                if not job.is_over:
-                    self._end(job)
-            elif job.state is AttemptState.COMPUTING and sequence.num_computed >= sequence.num_prompt:
+            if item.samples:
+                token = partial(self._give_of_decode, job, sequence.num_output - 1, is_last=is_last)
+                token() if self._passing is None else to_pass.append(token)
+            if not is_last and job.state is AttemptState.COMPUTING and sequence.num_computed >= sequence.num_prompt:
                 self._generates(job, sequence)
         if happened:
             self._reports.tell_pages(machine)
         if happened and machine.has_reservations:  # as in a worker, the next step takes its pages first
             self.kernel.after(0.0, partial(self._give_pages, machine))
         self._reports.may_tell(machine)
+        if to_pass and self._passing is not None:
+            self._passing.take(machine.key, to_pass)
+
+    def _give_of_decode(self, job: Job, index: int, *, is_last: bool) -> None:
+        self._give(job, index)
+        if is_last and not job.is_over:
+            self._end(job)
 
     def _give(self, job: Job, index: int) -> None:
         """The `index`th token of its output, to its client, who may have it."""

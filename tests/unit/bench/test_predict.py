@@ -10,12 +10,11 @@ import pytest
 
 from benchmarks.predict.curves import MEASURED, SAID, Span, curves, plot
 from benchmarks.predict.loads import Load, calibration, predicted
-from benchmarks.predict.measure import message_loss
+from benchmarks.predict.measure import passing
 from benchmarks.predict.real import Run
 from benchmarks.predict.simulated import GOALS, Figures, Recorded, figures_of, is_met, off, outcomes
 from tandem.bench.load.records import RequestRecord
 from tandem.core.config_tree import build
-from tandem.sim.cores import Beside, Slowdowns
 from tandem.sim.load import Lengths
 from tandem.sim.scenario import Scenario
 
@@ -68,21 +67,22 @@ def test_what_a_cluster_has_served_before_tells_it_how_much_to_place_at_once() -
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("loss", [0.0, 2.0])
-def test_what_messages_lose_to_steps_is_found_from_second_tokens(loss: float) -> None:
+@pytest.mark.parametrize("token_us", [0.0, 150.0])
+def test_what_it_takes_to_pass_tokens_on_is_found_from_whole_answers(token_us: float) -> None:
     """From those of a simulation of which it is known."""
-    steps = {"prompts": {"prompts": 0.5, "decode": 0.25}, "decode": {"prompts": 0.5, "decode": 0.25}}
+    cores = {"prompts": {"prompts": 0.1, "decode": 0.1}, "decode": {"prompts": 0.1, "decode": 0.1}, "num_cores": 1}
     times, network = {"base_ms": 2, "token_us": 50}, {"message_us": 3000, "latency_us": 2000}
-    tree = {"times": "fitted", "fitted": times, "network": network, "cores": steps}
+    tree = {"times": "fitted", "fitted": times, "network": network, "cores": cores}
     rng, load = random.Random(1), Load("by chance", 100, Lengths(150), Lengths(10), rate=50.0)
     asked = [record(n, 0.02 * (n + rng.random()), rng.randrange(50, 300), rng.randrange(4, 20)) for n in range(100)]
-    known = {**tree, "cores": {**steps, "message": {"prompts": loss, "decode": loss}, "num_cores": 2}}
+    known = {**tree, "cores": {**cores, "step_us": 4 * token_us, "token_us": token_us}}
     began_s, found = outcomes(build(Scenario, known).shape(), Recorded(load, asked), [Recorded(load, asked)])
-    events = [tuple(at_s - began_s for at_s in (one.first_token_s, one.second_token_s)) for one in found]
-    real = [dataclasses.replace(one, event_s=event_s) for one, event_s in zip(asked, events, strict=True)]
-    said = message_loss(tree, Run(load, real, figures_of(found, began_s), 0.0, 0.0), num_cores=2)
-    assert said == Slowdowns(message=Beside(said.message.prompts, said.message.prompts), num_cores=2)
-    assert said.message.prompts == pytest.approx(loss, rel=0.1, abs=0.02)
+    said = passing(tree, Run(load, asked, figures_of(found, began_s), 0.0, 0.0))
+    if not token_us:
+        assert not said
+        return
+    assert said["token_us"] == pytest.approx(token_us, rel=0.05)
+    assert said["step_us"] == 4 * said["token_us"]
 
 
 def test_a_figure_is_met_within_its_goal_or_the_spread_of_the_runs() -> None:

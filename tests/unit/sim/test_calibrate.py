@@ -77,6 +77,21 @@ def test_rows_that_cost_hardly_more_than_one_and_prompts_that_fill_a_processor_h
     )
 
 
+def test_a_step_of_prompts_alone_may_have_a_base_of_its_own() -> None:
+    true = Fitted(0.02, of_token_s=1e-4, of_row_s=2e-3, only_prompts_s=0.05)
+    rng, steps = random.Random(7), list[Step]()
+    for _ in range(600):
+        rows, chunk = rng.choice(((rng.randint(1, 8), 0), (0, rng.randint(1, 500)), (rng.randint(1, 8), 32)))
+        one = Terms(rows + chunk, rows, 500.0 * rows + chunk, 0.0)
+        steps.append(Step("any", one, true.seconds(one) * rng.uniform(0.98, 1.02)))
+    found = fit(steps)
+    again = build(FittedSpec, tree_of(spec_of(found.times))).times
+    for rows, chunk in ((0, 16), (0, 400), (4, 32), (4, 0)):
+        one = Terms(rows + chunk, rows, 500.0 * rows + chunk, 0.0)
+        assert found.times.seconds(one) == pytest.approx(true.seconds(one), rel=0.03)
+        assert again.seconds(one) == pytest.approx(found.times.seconds(one), rel=1e-4)
+
+
 def test_of_prompts_alone_what_is_read_is_not_made_of_their_tokens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,7 +134,7 @@ def test_steps_of_a_worker_that_lie_in_each_other_or_take_no_time_are_refused() 
     """Of two runs, whose clocks begin alike."""
     steps = steps_in_turn(((1, 0), (0, 1)), Slowdowns())
     with pytest.raises(ConfigError, match=r"lie in each other.*name each log once"):
-        fit_shared([*steps, *steps, *steps])
+        fit_shared([*steps, *steps, *steps], 2)
     with pytest.raises(ConfigError, match=r"prompts-. has a step of 0 s"):
         fit([*steps, replace(steps[0], seconds=0.0)])
 
@@ -162,10 +177,11 @@ def steps_on_shared_cores(slowdowns: Slowdowns, noise: float = 0.0, until_s: flo
 
 
 @pytest.mark.long
-def test_how_workers_slow_each_other_down_is_found_beside_what_steps_take_alone() -> None:
+@pytest.mark.parametrize("num_cores", [2, 4])
+def test_how_workers_slow_each_other_down_is_found_beside_what_steps_take_alone(num_cores: int) -> None:
     """Two that generate slow each other down more than one does beside a prompt."""
-    slowdowns = Slowdowns(Beside(0.9, 0.6), Beside(0.3, 1.1))
-    found = fit_shared(steps_on_shared_cores(slowdowns, noise=0.1, until_s=80.0))
+    slowdowns = Slowdowns(Beside(0.9, 0.6), Beside(0.3, 1.1), num_cores=num_cores)
+    found = fit_shared(steps_on_shared_cores(slowdowns, noise=0.1, until_s=80.0), num_cores)
     assert found.slowdowns is not None
     for name in ("prompts", "decode"):
         beside, expected = getattr(found.slowdowns, name), getattr(slowdowns, name)
@@ -195,10 +211,11 @@ def steps_in_turn(together: Sequence[tuple[int, int]], slowdowns: Slowdowns) -> 
 LINEAR = Fitted(0.001, of_token_s=1e-6)
 
 
-def test_beside_so_many_as_were_never_seen_each_takes_as_much_as_those_that_were() -> None:
-    """None was seen beside two others."""
-    slowdowns = Slowdowns(Beside(1.0, 0.25), Beside(0.5, 1.5))
-    found = fit_shared(steps_in_turn(((1, 0), (0, 1), (1, 1), (2, 0), (0, 2)), slowdowns)).slowdowns
+@pytest.mark.parametrize("num_cores", [2, 4])
+def test_beside_so_many_as_were_never_seen_each_takes_as_much_as_those_that_were(num_cores: int) -> None:
+    """None was seen beside two others, and so none took turns."""
+    slowdowns = Slowdowns(Beside(1.0, 0.25), Beside(0.5, 1.5), num_cores=num_cores)
+    found = fit_shared(steps_in_turn(((1, 0), (0, 1), (1, 1), (2, 0), (0, 2)), slowdowns), num_cores).slowdowns
     assert found is not None
     for kind, *nums in ((Kind.PROMPTS, 2, 2), (Kind.DECODE, 2, 2)):
         assert found.of(kind, *nums) == pytest.approx(slowdowns.of(kind, *nums), rel=0.03)
@@ -210,7 +227,7 @@ def test_beside_so_many_as_were_never_seen_each_takes_as_much_as_those_that_were
 )
 def test_steps_of_which_none_was_alone_are_refused(together: Sequence[tuple[int, int]], named: str) -> None:
     with pytest.raises(ConfigError, match=f"hardly any step that {named.removeprefix('that ')}.*load of one client"):
-        fit_shared(steps_in_turn(together, Slowdowns()))
+        fit_shared(steps_in_turn(together, Slowdowns()), 2)
 
 
 def test_of_each_step_the_seconds_are_counted_by_what_computed_meanwhile() -> None:
@@ -247,7 +264,7 @@ def test_the_command_writes_what_a_scenario_reads(tmp_path: Path, capsys: pytest
 
 @pytest.mark.long
 def test_the_command_writes_what_is_lost_on_shared_cores_as_a_scenario_reads_them(tmp_path: Path) -> None:
-    slowdowns = Slowdowns(Beside(1.0, 0.5), Beside(0.25, 0.75))
+    slowdowns = Slowdowns(Beside(1.0, 0.5), Beside(0.25, 0.75), num_cores=2)
     names = "prefill-0", "prefill-1", "decode-0", "decode-1"
     logs = {name: StepLog(tmp_path / "logs", name) for name in names}
     for step in steps_on_shared_cores(slowdowns):
@@ -255,10 +272,11 @@ def test_the_command_writes_what_is_lost_on_shared_cores_as_a_scenario_reads_the
     for log in logs.values():
         log.close()
     out = tmp_path / "times.yaml"
-    assert main(["sim", "calibrate", str(tmp_path / "logs"), "--shared-cores", "--out", str(out)]) == 0
+    assert main(["sim", "calibrate", str(tmp_path / "logs"), "--shared-cores", "2", "--out", str(out)]) == 0
     scenario = read_scenario(out)
     assert scenario.cores.prompts.prompts == pytest.approx(1.0, rel=0.05)
     assert scenario.cores.decode.decode == pytest.approx(0.75, rel=0.05)
+    assert scenario.cores.num_cores == 2
     assert scenario.shape().slowdowns == scenario.cores
     assert scenario.card.is_cpu, "nothing else shares cores"
 

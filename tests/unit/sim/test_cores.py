@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -12,7 +13,8 @@ from test_world import LATENCY_S, MESSAGE_S, SHAPE, STEP_S, TOKEN_S, simulated
 
 from tandem.core.config_tree import build
 from tandem.core.errors import ConfigError
-from tandem.sim.cores import STEPS, Beside, Hops, Kind, SharedCores, Slowdowns
+from tandem.core.identity import WorkerKey
+from tandem.sim.cores import STEPS, Beside, Hops, Kind, Passing, SharedCores, Slowdowns
 from tandem.sim.kernel import Kernel
 from tandem.sim.load import Arrival, Lengths, drawn
 from tandem.sim.outcome import Outcome
@@ -57,22 +59,54 @@ def test_what_a_step_loses_to_others_adds_up() -> None:
     assert slowdowns.of(Kind.MESSAGE, 2, 3) == 1.0
 
 
-def test_a_message_waits_for_cores_that_steps_have_and_takes_them_from_none() -> None:
-    slowdowns = Slowdowns(message=Beside(prompts=3.0, decode=1.0))
-    assert slowdowns.of(Kind.MESSAGE, 0, 0) == 1.0
-    assert slowdowns.of(Kind.MESSAGE, 2, 3) == 1 + 2 * 3.0 + 3 * 1.0
-    of_two = dataclasses.replace(slowdowns, num_cores=2)
-    assert [of_two.of(Kind.MESSAGE, *steps) for steps in ((0, 0), (1, 0), (0, 1))] == [1.0] * 3, "a core is left"
-    assert of_two.of(Kind.MESSAGE, 2, 0) == 1 + 3.0
-    assert of_two.of(Kind.MESSAGE, 2, 3) == 1 + (2 * 3.0 + 3 * 1.0) * 4 / 5
+def test_more_than_there_are_cores_take_turns_and_lose_to_those_that_are_computed_beside_them() -> None:
+    slowdowns = Slowdowns(Beside(0.5, 0.25), Beside(0.125, 2.0), num_cores=2)
+    assert slowdowns.of(Kind.PROMPTS, 1, 1) == 1.25, "each has a core"
+    assert slowdowns.of(Kind.PROMPTS, 3, 0) == 3 / 2 * (1 + 1 / 2 * 2 * 0.5), "of two others one is computed with it"
+    assert slowdowns.of(Kind.DECODE, 2, 2) == pytest.approx(4 / 2 * (1 + 1 / 3 * (2 * 0.125 + 2.0)))
+    assert slowdowns.of(Kind.DECODE, 0, 1, 2) == 3 / 2, "to what passes tokens on it loses its turns alone"
+    assert Slowdowns(Beside(0.5, 0.5), num_cores=1).of(Kind.PROMPTS, 2, 2) == 4, "none is computed with it"
+
+
+def test_a_message_waits_for_its_turns_and_takes_none() -> None:
+    slowdowns = Slowdowns(Beside(9.0, 9.0), Beside(9.0, 9.0), num_cores=2)
+    assert [slowdowns.of(Kind.MESSAGE, *others) for others in ((0, 0), (1, 0), (0, 1))] == [1.0] * 3, "a core is left"
+    assert slowdowns.of(Kind.MESSAGE, 2, 3) == 6 / 2
+    assert slowdowns.of(Kind.MESSAGE, 1, 1, 1) == 4 / 2
+    assert slowdowns.of(Kind.PASSING, 2, 1, 1) == 4 / 2
+    assert Slowdowns(Beside(1.0, 1.0)).of(Kind.MESSAGE, 2, 3) == 1.0
     kernel = Kernel(0.0)
-    cores, ends_s = SharedCores(kernel, slowdowns), dict[str, float]()
+    cores, ends_s = SharedCores(kernel, dataclasses.replace(slowdowns, num_cores=1)), dict[str, float]()
     hops = Hops(kernel, 1.0, cores)
-    cores.run(Kind.PROMPTS, 2.0, lambda: ends_s.update(prompt=kernel.now_s))
+    cores.run(Kind.PROMPTS, 1.0, lambda: ends_s.update(prompt=kernel.now_s))
     hops.send(lambda: ends_s.update(message=kernel.now_s))
     hops.take(2.5, 0.25, lambda: ends_s.update(handoff=kernel.now_s))
     kernel.run_all()
-    assert ends_s == pytest.approx({"prompt": 2.0, "message": 2.5, "handoff": 2.75})
+    assert ends_s == pytest.approx({"prompt": 1.0, "message": 1.5, "handoff": 2.75})
+
+
+def test_tokens_are_passed_on_step_by_step_and_what_comes_meanwhile_from_one_worker_together() -> None:
+    kernel, passed = Kernel(0.0), list[tuple[str, float]]()
+    cores = SharedCores(kernel, Slowdowns(num_cores=1))
+    passing = Passing(cores, step_s=1.0, token_s=0.25)
+
+    def step(worker: WorkerKey, *names: str) -> None:
+        def note(name: str) -> Callable[[], None]:
+            return lambda: passed.append((name, kernel.now_s))
+
+        passing.take(worker, [note(name) for name in names])
+
+    a, b = WorkerKey("decode-0", "1"), WorkerKey("decode-1", "1")
+    step(a, "a1", "a2")
+    step(b, "b1")
+    step(a, "a3")
+    kernel.at(1.0, lambda: step(a, "a4"))
+    kernel.run_all()
+    assert passed == [("a1", 1.5), ("a2", 1.5), ("b1", 2.75), ("a3", 4.25), ("a4", 4.25)]
+    step(b, "b2")
+    cores.run(Kind.DECODE, 10.0, lambda: None)
+    kernel.run_all()
+    assert passed[-1] == ("b2", 4.25 + 2 * 1.25), "it has half of the core"
 
 
 def test_a_message_between_hosts_takes_its_time() -> None:
@@ -84,25 +118,29 @@ def test_a_message_between_hosts_takes_its_time() -> None:
     assert came_s == [1.5, 3.25]
 
 
-def with_message_loss(loss: float, message_s: float) -> list[Outcome]:
+def sharing(num_cores: int, **more: float) -> list[Outcome]:
     """Four requests, of which each finds the steps of those before it."""
-    slowdowns = Slowdowns(decode=Beside(decode=1e-9), message=Beside(loss, loss))
+    slowdowns = Slowdowns(decode=Beside(decode=1e-9), num_cores=num_cores, **more)
     arrivals = [Arrival(number, 5.0 + 0.02 * number, 100, 11) for number in range(4)]
-    return simulated(dataclasses.replace(SHAPE, slowdowns=slowdowns, message_s=message_s), arrivals)[1]
+    return simulated(dataclasses.replace(SHAPE, slowdowns=slowdowns, message_s=0.0), arrivals)[1]
 
 
-def test_first_and_second_tokens_come_later_where_messages_wait_for_cores() -> None:
-    apart, waits = (with_message_loss(loss, MESSAGE_S) for loss in (0.0, 10.0))
-    last, later = (max(found, key=lambda one: one.second_token_s) for found in (apart, waits))
-    assert later.second_token_s - last.second_token_s > 5 * LATENCY_S
-    assert max(one.ttft_s for one in waits) > max(one.ttft_s for one in apart)
-
-
-def test_a_handoff_waits_for_cores_too() -> None:
-    """Where messages take no time, nothing else does."""
-    apart, waits = (with_message_loss(loss, 0.0) for loss in (0.0, 10.0))
+def test_a_handoff_waits_for_cores() -> None:
+    """Steps wait with it, so a gap is longer than that of two that share a core."""
+    apart, waits = (sharing(num_cores) for num_cores in (0, 1))
     gaps_s = [max(one.second_token_s - one.first_token_s for one in found) for found in (apart, waits)]
-    assert gaps_s[1] - gaps_s[0] > 5 * LATENCY_S
+    assert gaps_s[1] > gaps_s[0] + LATENCY_S
+
+
+def test_tokens_come_later_where_they_wait_to_be_passed_on_and_the_steps_lose_what_that_takes() -> None:
+    at_once, passed = sharing(1), sharing(1, step_us=1000.0, token_us=500.0)
+    for one, later in zip(at_once, passed, strict=True):
+        assert later.num_tokens == one.num_tokens == 11
+        assert later.last_token_s > one.last_token_s + 10 * 0.0015, "each of ten waits for what it takes itself"
+    with_cores_to_spare = sharing(8, step_us=1000.0, token_us=500.0)
+    of_eight = sharing(8)
+    for one, later in zip(of_eight, with_cores_to_spare, strict=True):
+        assert later.last_token_s - one.last_token_s == pytest.approx(0.0015, abs=0.004), "the steps lose nothing"
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,8 @@ def section(content: dict[str, Any]) -> Iterator[str]:
     yield from wrapped(
         f"Measured by {COMMAND}: real clusters whose workers share this host's cores. Times of steps, and how workers "
         "slow each other down, are fitted to what the workers wrote of the first two loads; what a first and a second "
-        "token take beside steps, to the first, and how much longer that takes while workers compute, to the second. "
+        "token take beside steps, to the first, and what it takes of the cores to pass tokens on, to how long answers "
+        "of the second took. "
         "The other loads are only asked about: closed ones as so many clients, open ones with the times at which "
         "requests were sent. A cell is how far off the simulation was of the mean of the runs. "
         f"Goals: {goals}, or as far off as one of the runs is, where that is more; what misses is bold."
@@ -67,14 +68,17 @@ def _model(name: str, model: dict[str, Any]) -> Iterator[str]:
 
 
 def _slowdowns(cores: dict[str, Any]) -> str:
+    passing = "To pass tokens on takes nothing that shows in how long answers take"
+    if "token_us" in cores:
+        step_us, token_us = cores["step_us"], cores["token_us"]
+        passing = f"To pass on what a step gives takes {step_us:.0f} µs, and {token_us:.0f} µs a token"
     nothing = {"prompts": 0.0, "decode": 0.0}
     prompts, decode = (cores.get(name, nothing) for name in ("prompts", "decode"))
     return (
         f"{cores['num_cores']} steps are computed at a time, of more each has its turns; besides, a step of prompts "
         f"takes {prompts['prompts']:.0%} longer beside each other one that is computed, and {prompts['decode']:.0%} "
         f"beside each that generates; one that generates {decode['prompts']:.0%} beside each of prompts, and "
-        f"{decode['decode']:.0%} beside each other. To pass on what a step gives takes "
-        f"{cores.get('step_us', 0.0):.0f} µs, and {cores.get('token_us', 0.0):.0f} µs for each of its tokens"
+        f"{decode['decode']:.0%} beside each other. {passing}"
     )
 
 

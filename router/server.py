@@ -299,7 +299,7 @@ class RouterServer:
 
         workers.on_change, workers.on_report = workers_changed, reported
         load, recorder = RequestLoad(), Recorder(time.time() - clock.now())
-        tally = TokenTally(metrics, recorder, load, tenants, turns)
+        tally = TokenTally(metrics, recorder, load, tenants, turns, asyncio.get_running_loop().call_later)
         context = RouterContext(
             config, clock, workers, admission, metrics, tokenizer, budget, migrations, tenants, turns, load, recorder,
             tally,

@@ -118,7 +118,7 @@ def network(alone: Run, steps: Sequence[Step]) -> tuple[float, float]:
 
 def passing(tree: Mapping[str, Any], many: Run) -> dict[str, float]:
     """Keys of `cores`: what it takes to pass tokens on, so that requests take as long on average as they did. None,
-    where they take longer without."""
+    where they take longer without, and where nothing that can be makes them take as long."""
     recorded, wanted_s = _recorded(many), many.figures.e2e_s
 
     def keys(token_us: float) -> dict[str, float]:
@@ -129,7 +129,7 @@ def passing(tree: Mapping[str, Any], many: Run) -> dict[str, float]:
         began_s, found = outcomes(shape, recorded, [recorded])
         return figures_of(found, began_s).e2e_s >= wanted_s
 
-    if is_enough(0.0):
+    if is_enough(0.0) or not is_enough(_MOST_TOKEN_US):
         return {}
     low, high = 0.0, _MOST_TOKEN_US
     for _ in range(_HALVINGS):

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.predict.simulated import GOALS
 from benchmarks.text import wrapped
 
-FORMAT = "tandem-predict/3"
+FORMAT = "tandem-predict/4"
 COMMAND = "`python -m benchmarks predict`"
 PLOT = Path("docs/figures/predict.svg")
 

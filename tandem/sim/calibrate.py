@@ -123,8 +123,10 @@ def fit(steps: Sequence[Step], *, outlier: float = _OUTLIER) -> Fit:
     num_of_prompts = np.array([step.terms.num_tokens for step in steps]) - num_rows
     row_knots, prompt_knots = _knots(num_rows, _ROW_KNOTS), _knots(num_of_prompts, _PROMPT_KNOTS)
     hinges = _hinges(num_rows, row_knots), _hinges(num_of_prompts, prompt_knots)
-    only_prompts = (num_rows == 0) & (num_rows.max() > 0)  # of prompts alone, `base_s` says it
-    lines = np.column_stack((np.ones(len(steps)), only_prompts, *hinges))
+    only_prompts = (num_rows == 0).astype(float)
+    # Of few sizes of prompts it is a sum of what their tokens cost.
+    is_told = min(only_prompts.sum(), (1 - only_prompts).sum()) >= _FEWEST and _says_more(only_prompts, hinges[1])
+    lines = np.column_stack((np.ones(len(steps)), only_prompts * is_told, *hinges))
     rest = np.array([(step.terms.num_read, step.terms.num_pairs) for step in steps])
     rest *= [_says_more(column, lines) for column in rest.T]
     matrix = np.column_stack((lines, rest))

@@ -51,8 +51,9 @@ class Slowdowns:
         0, "So many steps are computed at a time; of more each waits for its turns. 0: none waits.", minimum=0
     )
     step_us: float = key(
-        0.0, "Of a core, that routers and whoever asks take on this host to pass on the tokens of a step, one step at "
-        "a time; what comes from the same worker meanwhile is passed on together.", minimum=0,
+        0.0, "Of a core, that routers and whoever asks take on this host to pass on the tokens of a decode step, one "
+        "step at a time; what comes from the same worker meanwhile is passed on together. A first token of prefill's "
+        "is a message.", minimum=0,
     )  # fmt: skip
     token_us: float = key(0.0, "And for each of these tokens.", minimum=0)
 

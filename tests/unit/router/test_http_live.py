@@ -232,10 +232,12 @@ async def test_what_a_router_takes_that_does_not_answer_is_part_of_the_second(
     monkeypatch.setattr(others, "ask", ask)
     monkeypatch.setattr(asyncio, "wait_for", wait_for)
     workers = SimpleNamespace(outline=lambda *_: {})
-    tally = SimpleNamespace(settle=lambda: None)
+    num_settled = []
+    tally = SimpleNamespace(settle=lambda: num_settled.append(1))
     context: Any = SimpleNamespace(clock=clock, workers=workers, recorder=Recorder(), tally=tally)
     told = Live(context, "toy", "router-0", others).events()
     for _ in range(3):
         await anext(told)
     await told.aclose()
     assert waited == pytest.approx([left_s] * 2)
+    assert len(num_settled) == 3, "each part has all tokens that were given out before"

@@ -220,6 +220,15 @@ def test_names_of_fields_with_space_at_an_end_of_the_header_do_no_harm(site: Sit
     assert response.headers["tandem-ignored-fields"] == ", ".join(names).replace("\n", "?")[:1000].strip(" ")
 
 
+def test_a_request_has_one_first_token_however_many_choices_it_has(site: Site) -> None:
+    site.post(prompt="Hello", max_tokens=3, n=3)
+    metrics = site.metrics()
+    assert metrics["tandem_ttft_seconds_count"] == 1
+    assert metrics["tandem_output_tokens_total"] == 9
+    assert metrics["tandem_second_token_seconds_count"] == 3
+    assert metrics["tandem_itl_seconds_count"] == 6
+
+
 @pytest.mark.long
 def test_metrics_tell_of_a_request(site: Site) -> None:
     told = {"pages": site.decode.status.pages, "unfilled_slots": 24}  # of pages of 16

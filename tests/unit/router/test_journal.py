@@ -132,3 +132,13 @@ def test_over_attempts_a_client_sees_one_output(output: list[int], data: st.Data
             journal.next_attempt()
     assert [t.token_id for t in seen] == output
     assert journal.dropped["disagreed"] == 0
+
+
+def test_a_choice_that_ends_twice_has_ended_once() -> None:
+    """By its last token, and by what its client's text says of that."""
+    journal = Journal(2)
+    journal.accept(token(0, 10, end="stop"))
+    journal.finish(0, 1)
+    assert not journal.is_finished
+    journal.finish(1)
+    assert journal.is_finished

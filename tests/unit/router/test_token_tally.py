@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from router.lifecycle.request_load import RequestLoad
@@ -28,7 +30,10 @@ class Counting:
         self.metrics, self.recorder, self.load = RouterMetrics(), Recorder(), RequestLoad()
         clock = VirtualClock()
         self.tenants, self.turns = Tenants(self.metrics, clock, lambda: 1), Turns(lambda: ROOM, 10.0, clock)
-        self.tally = TokenTally(self.metrics, self.recorder, self.load, self.tenants, self.turns)
+        self.timers: list[tuple[float, Callable[[], None]]] = []
+        self.tally = TokenTally(
+            self.metrics, self.recorder, self.load, self.tenants, self.turns, lambda *timer: self.timers.append(timer)
+        )
         self.num_news = 0
         self.turns.on_news = self._note_news
 
@@ -48,7 +53,7 @@ class Counting:
         return {f"{s.name}{s.labels.get('le', '')}": s.value for s in samples if s.name.startswith("tandem_")}
 
 
-def test_tokens_of_a_moment_are_entered_together_by_the_first_that_comes_later() -> None:
+def test_tokens_of_a_moment_are_entered_together_and_a_timer_sees_to_it() -> None:
     counting = Counting()
     one, other = counting.request(), counting.request("b")
     counting.num_news = 0
@@ -56,8 +61,12 @@ def test_tokens_of_a_moment_are_entered_together_by_the_first_that_comes_later()
         counting.tally.gave(one, now_s, 1, 0.02)
         counting.tally.gave(other, now_s, 1, 0.2)
     assert (counting.load.output_tokens, counting.num_news) == (0, 0)
-    counting.tally.gave(one, 1.0 + LATE_S, 1, 0.02)
+    ((delay_s, late),) = counting.timers
+    assert delay_s == LATE_S
+    late()
     assert (counting.load.output_tokens, counting.num_news) == (6, 1)
+    counting.tally.gave(one, 1.0 + LATE_S, 1, 0.02)
+    assert len(counting.timers) == 2, "each moment has one, and idle there is none"
     counting.tally.settle()
     assert (counting.load.output_tokens, counting.num_news) == (7, 2)
     counting.tally.settle()
@@ -77,6 +86,18 @@ def test_first_tokens_have_no_gap_and_those_that_come_with_another_have_none_to_
     found = counting.exported()
     assert (found["tandem_output_tokens_total"], found["tandem_itl_seconds_count"]) == (3, 2)
     assert found["tandem_itl_seconds_bucket0.0005"] == 2
+
+
+def test_what_comes_after_somebody_has_looked_is_of_its_own_second() -> None:
+    """Whoever looked was told the second before, and is never told it again."""
+    counting = Counting()
+    one = counting.request()
+    counting.tally.gave(one, 100.9955, 1, None)
+    counting.tally.settle()
+    counting.tally.gave(one, 101.003, 1, 0.0075)
+    counting.tally.settle()
+    assert [second.num_tokens for second in counting.recorder.history.since(100, 102)] == [1, 1]
+    assert len(counting.timers) == 1, "that of the first is still to come"
 
 
 def test_each_tenant_and_session_pays_for_its_own() -> None:

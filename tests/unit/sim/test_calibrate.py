@@ -92,6 +92,22 @@ def test_a_step_of_prompts_alone_may_have_a_base_of_its_own() -> None:
         assert again.seconds(one) == pytest.approx(found.times.seconds(one), rel=1e-4)
 
 
+def test_prompts_of_one_size_have_no_base_of_their_own_and_one_slow_step_makes_none() -> None:
+    """Else a base would be all that they cost, and a step that something else held up would be of the model."""
+    true = Fitted(0.02, of_token_s=1e-4, of_row_s=2e-3)
+    rng = random.Random(8)
+    decode = [Terms(rows, rows, 500.0 * rows, 0.0) for rows in (rng.randint(1, 8) for _ in range(300))]
+    steps = [Step("any", one, true.seconds(one)) for one in [*decode, *[Terms(512, 0, 512.0, 0.0)] * 100]]
+    found = fit(steps).times
+    for one in (Terms(64, 0, 64.0, 0.0), Terms(516, 4, 2512.0, 0.0), Terms(2048, 0, 2048.0, 0.0)):
+        assert found.seconds(one) == pytest.approx(true.seconds(one), rel=0.1)
+    mixed = [Terms(rows + 32, rows, 500.0 * rows + 32, 0.0) for rows in (rng.randint(1, 8) for _ in range(300))]
+    steps = [Step("any", one, true.seconds(one)) for one in (*decode, *mixed)]
+    slow = fit([Step("any", Terms(64, 0, 64.0, 0.0), 3.0), *steps])
+    assert slow.num_left_out == 1
+    assert slow.times.seconds(Terms(64, 0, 64.0, 0.0)) == pytest.approx(true.seconds(Terms(64, 0, 64.0, 0.0)), rel=0.1)
+
+
 def test_of_prompts_alone_what_is_read_is_not_made_of_their_tokens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

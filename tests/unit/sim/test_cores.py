@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +20,8 @@ from tandem.sim.kernel import Kernel
 from tandem.sim.load import Arrival, Lengths, drawn
 from tandem.sim.outcome import Outcome
 from tandem.sim.scenario import Scenario
+from tandem.sim.shape import KindShape
+from tandem.sim.world import World
 
 # One core for all.
 ONE_CORE = Slowdowns(Beside(1.0, 1.0), Beside(1.0, 1.0))
@@ -118,18 +121,21 @@ def test_a_message_between_hosts_takes_its_time() -> None:
     assert came_s == [1.5, 3.25]
 
 
-def sharing(num_cores: int, **more: float) -> list[Outcome]:
+def sharing(num_cores: int, latency_s: float = LATENCY_S, **more: float) -> list[Outcome]:
     """Four requests, of which each finds the steps of those before it."""
     slowdowns = Slowdowns(decode=Beside(decode=1e-9), num_cores=num_cores, **more)
     arrivals = [Arrival(number, 5.0 + 0.02 * number, 100, 11) for number in range(4)]
-    return simulated(dataclasses.replace(SHAPE, slowdowns=slowdowns, message_s=0.0), arrivals)[1]
+    shape = dataclasses.replace(SHAPE, slowdowns=slowdowns, message_s=0.0, latency_s=latency_s)
+    return simulated(shape, arrivals)[1]
 
 
 def test_a_handoff_waits_for_cores() -> None:
-    """Steps wait with it, so a gap is longer than that of two that share a core."""
-    apart, waits = (sharing(num_cores) for num_cores in (0, 1))
-    gaps_s = [max(one.second_token_s - one.first_token_s for one in found) for found in (apart, waits)]
-    assert gaps_s[1] > gaps_s[0] + LATENCY_S
+    """Beside the steps of others it takes its turns; alone, as long as it takes."""
+    for num_cores, least in ((0, 1.0), (1, 1.3)):
+        with_it, without = (sharing(num_cores, latency_s) for latency_s in (0.03, 0.0))
+        gaps_s = [max(one.second_token_s - one.first_token_s for one in found) for found in (with_it, without)]
+        assert (gaps_s[0] - gaps_s[1]) / 0.03 > least - 0.1
+        assert num_cores or gaps_s[0] - gaps_s[1] < 0.03 + STEP_S + 12 * TOKEN_S
 
 
 def test_tokens_come_later_where_they_wait_to_be_passed_on_and_the_steps_lose_what_that_takes() -> None:
@@ -137,10 +143,27 @@ def test_tokens_come_later_where_they_wait_to_be_passed_on_and_the_steps_lose_wh
     for one, later in zip(at_once, passed, strict=True):
         assert later.num_tokens == one.num_tokens == 11
         assert later.last_token_s > one.last_token_s + 10 * 0.0015, "each of ten waits for what it takes itself"
-    with_cores_to_spare = sharing(8, step_us=1000.0, token_us=500.0)
-    of_eight = sharing(8)
-    for one, later in zip(of_eight, with_cores_to_spare, strict=True):
-        assert later.last_token_s - one.last_token_s == pytest.approx(0.0015, abs=0.004), "the steps lose nothing"
+    to_spare, passed = sharing(8), sharing(8, step_us=1000.0, token_us=500.0)
+    for one, later in zip(to_spare, passed, strict=True):
+        assert 0.0015 - 1e-9 <= later.last_token_s - one.last_token_s < 0.004, "the steps lose nothing"
+
+
+def test_tokens_that_wait_to_be_passed_on_are_given_to_nobody_whose_request_is_over() -> None:
+    slowdowns, errors = Slowdowns(num_cores=1, step_us=50_000.0), set[bool]()
+    for timeout_s in np.arange(0.05, 0.4, 0.01):
+        shape = dataclasses.replace(
+            SHAPE, slowdowns=slowdowns, message_s=0.0, kinds={"short": KindShape(timeout_s=float(timeout_s))}
+        )
+        ended: list[Outcome] = []
+        world = World(shape, on_end=ended.append)
+        found = world.run([Arrival(number, 5.0 + 0.01 * number, 100, 11, kind="short") for number in range(3)])
+        assert sorted(one.arrival.number for one in ended) == list(range(3)), "each ends once"
+        for one in found:
+            assert one.error or one.num_tokens == 11
+            assert not one.num_tokens or one.last_token_s <= one.arrival.arrived_s + timeout_s
+            errors.add(bool(one.error))
+        assert all(machine.is_empty for machine in world.machines.values())
+    assert errors == {True, False}
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,10 @@ from benchmarks.timing import rates_in_turn
 from tandem.bench.other_load import OtherLoad
 from tandem.engine.cpu.packed_linear import PackedLinear
 from tandem.engine.cpu.panels import Rounding
-from tandem.engine.cpu.vector_ir import has_bfloat16_products, is_fast_here, widens_float16
+from tandem.engine.cpu.vector_ir import has_bfloat16_products, has_bfloat16_tiles, is_fast_here, widens_float16
 from tandem.engine.huge_pages import weight_memory
 
-BY_TWO = "bfloat16, by two"
+BY_TWO, IN_TILES = "bfloat16, by two", "bfloat16, in tiles"
 
 #: The project's own goals for weights of 16 bits, by number of rows, as shares of the limit.
 GOALS = {1: 0.8, 8: 0.65, 512: 0.9}
@@ -90,7 +90,9 @@ def weight_types() -> dict[str, Callable[[torch.Tensor, int], PackedLinear]]:
     if widens_float16():
         made["float16"] = lambda weight, threads: PackedLinear(weight.half(), None, threads)
     if has_bfloat16_products():
-        made[BY_TWO] = _by_two
+        made[BY_TWO] = _short
+        if has_bfloat16_tiles():
+            made[IN_TILES] = functools.partial(_short, in_tiles=True)
     made["int8"] = lambda weight, threads: _rounded(weight, threads, 8)
     made["int4"] = lambda weight, threads: _rounded(weight, threads, 4)
     return made
@@ -112,7 +114,7 @@ def measure_weights(num_threads: int, sizes: WeightSizes, tell: Callable[[str], 
 def _measure(name: str, layer: PackedLinear, num_threads: int, sizes: WeightSizes) -> Iterator[WeightRun]:
     weight_bytes = _weight_bytes(layer)
     layers = [layer, *(_copy(layer) for _ in range(-(-sizes.cold_bytes // weight_bytes) - 1))]
-    adds = MultiplyAdds(num_threads, sizes.limit_steps, by_two=name == BY_TWO)
+    adds = MultiplyAdds(num_threads, sizes.limit_steps, by_two=name in (BY_TWO, IN_TILES))
     stream = ReadStream(num_threads, sizes.cold_bytes)
     turns = itertools.cycle(layers)  # so the weights of none are in a cache
     products = []
@@ -136,9 +138,9 @@ def _multiply(layers: Iterator[PackedLinear], num: int, rows: torch.Tensor) -> N
         layer.padded(rows)
 
 
-def _by_two(weight: torch.Tensor, num_threads: int) -> PackedLinear:
+def _short(weight: torch.Tensor, num_threads: int, *, in_tiles: bool = False) -> PackedLinear:
     layer = PackedLinear(weight.bfloat16(), None, num_threads)
-    layer.panels.multiply_by_two()
+    layer.panels.multiply_short(in_tiles=in_tiles)
     return layer
 
 

@@ -44,8 +44,8 @@ class ModelConfig:
         "auto",
         "Type of weights and arithmetic. `auto` is the checkpoint's own on a GPU. On a CPU it is float32; weights "
         "of 16 bits stay so in memory, with the same results. `bfloat16`, and `auto` with such a checkpoint, has CPUs "
-        "that can (AVX512_BF16) multiply in it, sums in float32; where some workers cannot, take float32. KV has the "
-        "type of the sums, or `cache.dtype`.",
+        "that can (AVX512_BF16, AMX) multiply in it, sums in float32; where some workers cannot, take float32, and "
+        "where some have no AMX, `kernels: vectors`. KV has the type of the sums, or `cache.dtype`.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     quantize: str = _key(
@@ -68,8 +68,10 @@ class ModelConfig:
     kernels: str = _key(
         "auto",
         "What computes beside torch. `auto`: kernels made for the device, compiled by Numba for CPUs and by Triton for "
-        "GPUs. `torch`: none, which is slower; to see whether a fault is the kernels' or the model's own.",
-        choices=("auto", "torch"),
+        "GPUs. `vectors`: on CPUs these without AMX, whose products of bfloat16 are another numerical type: only "
+        "workers that multiply alike hand pages to each other. `torch`: none, which is slower; to see whether a fault "
+        "is the kernels' or the model's own.",
+        choices=("auto", "vectors", "torch"),
     )
     share_weights: bool = _key(
         True, "Let the workers of a node that serve on its CPUs have one copy of the weights in memory. Turn it off "

@@ -172,7 +172,8 @@ class Engine:
             max_context: a limit below the model's own, in tokens.
             weight_register: a file through which the processes of this host that serve the same weights on its CPUs
                 keep one copy of them in memory; `None`: this one has its own.
-            kernels: "auto": those made for the device; "torch": operations of torch alone.
+            kernels: "auto": those made for the device; "vectors": on a CPU these without tiles; "torch": operations of
+                torch alone.
             probe: whether to refuse architectures that paged batches would change.
             mixed: whether a model of which some layers have a window, and some see all, has pages for each kind, on a
                 CPU: then its sequences have two tables. Else they have one, and keep all pages.
@@ -197,7 +198,7 @@ class Engine:
             quantize=quantize,
             kept_as=scheme.kept_as if scheme is not None else "",
             can_widen=own.can_widen,
-            can_multiply_short=own.can_multiply_short,
+            short_products=own.short_products,
         )
         layout = loader.derive_layout(config, page_size, loader.choose_kv_dtype(cache_dtype, types, target))
         context = loader.context_of(config, max_context)

@@ -58,12 +58,12 @@ class Kernels(Protocol):
     """What an engine computes with on its device.
 
     Attributes:
-        can_widen, can_multiply_short: as `loader.choose_types` asks.
+        can_widen, short_products: as `loader.choose_types` asks.
         can_widen_float16: whether weights of this type may stay so in memory too.
     """
 
     can_widen: bool
-    can_multiply_short: bool
+    short_products: str
     can_widen_float16: bool
 
     def attention(self, layout: KVLayout, computed: str | None = None, sinks: bool = False) -> AttentionBackend:

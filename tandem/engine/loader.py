@@ -103,6 +103,10 @@ def load_config(model_dir: str | os.PathLike[str]) -> PreTrainedConfig:
     return part
 
 
+#: Products of bfloat16, as `Types.multiplied` calls them.
+SHORT, SHORT_IN_TILES = "bfloat16", "bfloat16 in tiles"
+
+
 @dataclass(frozen=True)
 class Types:
     """Names of torch's types, without `torch.`.
@@ -111,7 +115,8 @@ class Types:
         computed: of all that is computed; but of what linear layers multiply, see `multiplied`. K and V in the pages
             may have fewer bits, see `choose_kv_dtype`.
         stored: of the weights in memory. Fewer bits than `computed` has are widened on the way.
-        multiplied: of both factors in linear layers; sums are of `computed`.
+        multiplied: of both factors in linear layers; sums are of `computed`. `SHORT_IN_TILES` is bfloat16, too, whose
+            products are added up in another order.
         quantized: `int8` or `int4`: to whole numbers of so many bits the weights of linear layers are rounded once they
             are in memory; empty: they stay.
         only_stored: but those of linear layers stay that do not come quantised.
@@ -137,7 +142,7 @@ def choose_types(
     quantize: str = "none",
     kept_as: str = "",
     can_widen: bool,
-    can_multiply_short: bool,
+    short_products: str,
 ) -> Types:
     """What `dtype` means for this checkpoint on this device. Raises `ConfigError`.
 
@@ -146,7 +151,7 @@ def choose_types(
         quantize: `none`, or how weights are rounded.
         kept_as: of a checkpoint that comes quantised, what those weights are kept as unless `quantize` says it.
         can_widen: linear layers can have weights of 16 bits and compute in float32, on this CPU.
-        can_multiply_short: they can multiply bfloat16 as it is, on this CPU.
+        short_products: of bfloat16 as it is, that they can make on this CPU; empty: none.
     """
     if dtype not in ("auto", *TORCH_DTYPES):
         raise ConfigError(f"dtype {dtype!r} is not one of auto, {', '.join(TORCH_DTYPES)}", key="dtype")
@@ -177,8 +182,8 @@ def choose_types(
         return Types.all_of(own if dtype == "auto" else dtype)
     asked = own if dtype == "auto" else dtype
     may_round = dtype == "bfloat16" or tensors == "bfloat16"  # unasked only what holds nothing else
-    if asked == "bfloat16" and can_multiply_short and may_round:
-        return Types("float32", "bfloat16", "bfloat16")
+    if asked == "bfloat16" and short_products and may_round:
+        return Types("float32", "bfloat16", short_products)
     if dtype in ("auto", "float32"):
         return Types("float32", stored, "float32")
     return Types.all_of(dtype)

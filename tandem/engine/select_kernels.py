@@ -9,12 +9,12 @@ from tandem.engine.kernels import Kernels
 from tandem.engine.torch_kernels import TorchKernels
 
 #: Of `model.kernels`.
-CHOICES = ("auto", "torch")
+CHOICES = ("auto", "vectors", "torch")
 
 
 def kernels_for(device: torch.device, num_threads: int = 1, wanted: str = "auto") -> Kernels:
-    """The kernels of `device`, with `num_threads` threads where that is the CPU; or torch's own, where these are
-    wanted.
+    """The kernels of `device`, with `num_threads` threads where that is the CPU, and tiles where it has them and not
+    `vectors` alone are wanted; or torch's own, where these are.
 
     Raises `ConfigError` where `wanted` is none of `CHOICES`, or a library of the kernels is missing.
     """
@@ -36,4 +36,4 @@ def kernels_for(device: torch.device, num_threads: int = 1, wanted: str = "auto"
             "or serve on a GPU, or set model.kernels: torch, which is slower",
             key="model.kernels",
         ) from error
-    return CPUKernels(num_threads)
+    return CPUKernels(num_threads, tiles=wanted != "vectors")

@@ -21,7 +21,8 @@ from tandem.engine.torch_sampler import TorchSampler
 class TorchKernels:
     """`model.kernels: torch`."""
 
-    can_widen = can_multiply_short = can_widen_float16 = False
+    can_widen = can_widen_float16 = False
+    short_products = ""
 
     def attention(self, _layout: KVLayout, _computed: str | None = None, _sinks: bool = False) -> AttentionBackend:
         return ReferenceAttention()

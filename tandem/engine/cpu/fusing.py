@@ -91,10 +91,10 @@ def fuse(model: PreTrainedModel, layout: KVLayout, num_threads: int, asked: Roun
     return fuse_parts(model, replace(layout, dtype="float32"), CPUKit(num_threads, asked))
 
 
-def multiply_by_two(model: PreTrainedModel) -> None:
-    """Have all packed linear layers multiply in bfloat16; see `packed_kernel`."""
+def multiply_short(model: PreTrainedModel, *, in_tiles: bool) -> None:
+    """Have all packed linear layers multiply in bfloat16; see `packed_kernel` and `tiles_kernel`."""
     for panels in _panels_of(model):
-        panels.multiply_by_two()
+        panels.multiply_short(in_tiles=in_tiles)
     _forget_plans(model)
 
 

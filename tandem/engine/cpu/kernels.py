@@ -18,26 +18,33 @@ from tandem.engine.cpu.decoder import FusedDecoder
 from tandem.engine.cpu.draw_kernel import compile_draw_kernel
 from tandem.engine.cpu.embedding import widen
 from tandem.engine.cpu.experts import pack_experts
-from tandem.engine.cpu.fusing import fuse, fuse_decoder, multiply_by_two, share
+from tandem.engine.cpu.fusing import fuse, fuse_decoder, multiply_short, share
 from tandem.engine.cpu.packed_linear import pack
 from tandem.engine.cpu.panels import Rounding
 from tandem.engine.cpu.sampler import CompiledSampler
 from tandem.engine.cpu.shared_weights import Shared, WeightRegister
-from tandem.engine.cpu.vector_ir import has_bfloat16_products, is_fast_here, widens_float16
+from tandem.engine.cpu.vector_ir import has_bfloat16_products, has_bfloat16_tiles, is_fast_here, widens_float16
 from tandem.engine.kernels import Fused, TakeDigests
 from tandem.engine.layout import KVLayout
-from tandem.engine.loader import Types
+from tandem.engine.loader import SHORT, SHORT_IN_TILES, Types
 from tandem.engine.paged_model import PagedModel
 from tandem.engine.sampler import Sampler
+
+
+def _short_products(*, tiles: bool) -> str:
+    if not has_bfloat16_products():
+        return ""
+    return SHORT_IN_TILES if tiles and has_bfloat16_tiles() else SHORT
 
 
 class CPUKernels:
     """Of `num_threads` threads."""
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, *, tiles: bool = True) -> None:
+        """`tiles`: whether they may be used, where this CPU has them."""
         self._num_threads = num_threads
         self.can_widen = is_fast_here()
-        self.can_multiply_short = has_bfloat16_products()
+        self.short_products = _short_products(tiles=tiles)
         self.can_widen_float16 = widens_float16()
 
     def attention(self, layout: KVLayout, computed: str | None = None, _sinks: bool = False) -> AttentionBackend:
@@ -60,12 +67,14 @@ class CPUKernels:
             parts = f"{parts}, {num_experts} experts".removeprefix("none, ")
         linear = pack(model, self._num_threads, asked)
         widen(model)
-        if types.multiplied == "bfloat16":
-            multiply_by_two(model)
+        if types.multiplied in (SHORT, SHORT_IN_TILES):
+            multiply_short(model, in_tiles=types.multiplied == SHORT_IN_TILES)
         if types.quantized:
             linear += f" {types.quantized}"
-        elif types.multiplied == "bfloat16":
+        elif types.multiplied == SHORT:
             linear += " by two"
+        elif types.multiplied == SHORT_IN_TILES:
+            linear += " in tiles"
         return Fused(parts, linear)
 
     def decoder(self, model: PreTrainedModel, layout: KVLayout, _max_context: int) -> FusedDecoder | None:

@@ -544,12 +544,14 @@ class Products:
         multiply_gated: its items are pairs of panels.
         per_step: how many numbers of a row a step takes; K is a multiple of them.
         rounds: rows are rounded to bfloat16, so that two numbers are in the place of one.
+        in_rows: rows stay as they are, however many there are.
     """
 
     multiply: Kernel
     multiply_gated: Kernel
     per_step: int = 1
     rounds: bool = False
+    in_rows: bool = False
 
     def arrange(
         self, x: int, x_stride: int, num_rows: int, k: int, arranged: int
@@ -566,7 +568,7 @@ class Products:
             k //= 2
             x, x_stride = arranged, k * FLOAT_BYTES
             arranged += num_rows * x_stride
-        if num_rows <= MAX_ROWS:
+        if num_rows <= MAX_ROWS or self.in_rows:
             return before, x, x_stride
         together = put_together.call(_num_passes.py_func(num_rows), x, x_stride, num_rows, k, arranged)
         return (*before, together), arranged, 0

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tandem.engine.cpu.packed_kernel import BY_TWO, PANEL, PRODUCTS, QUANTIZED
+from tandem.engine.cpu.tiles_kernel import IN_TILES, TILE_NUMBERS
 from tandem.engine.cpu.vector_ir import INT4_PER_WORD
 from tandem.engine.huge_pages import weight_memory
 
@@ -68,13 +69,14 @@ class Panels:
         self.address = numbers.data_ptr()
         self.scales_at = 0 if scales is None else scales.data_ptr()
 
-    def multiply_by_two(self) -> None:
-        """From now on multiply in bfloat16, if the weights are of that type and K is even."""
+    def multiply_short(self, *, in_tiles: bool = False) -> None:
+        """From now on multiply in bfloat16, if the weights are of that type and K is even: in tiles, if that is asked
+        for and K is made of whole ones."""
         if self.numbers.dtype is not torch.bfloat16 or self._num_in % 2:
             return
         for panel in self.numbers:  # in place: the numbers of two steps beside each other
             panel.copy_(panel.view(-1, 2, PANEL).transpose(1, 2).reshape(-1, PANEL))
-        self.products = BY_TWO
+        self.products = BY_TWO if self._num_in % TILE_NUMBERS or not in_tiles else IN_TILES
         self.num_steps = self.group = self._num_in // 2
 
     def quantize(self, rounding: Rounding) -> None:

@@ -5,7 +5,10 @@ Users need no compiler for them. Addresses are integers; `builder` is LLVM's, an
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import platform
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +34,8 @@ REAL = ir.FloatType()
 _INDEX = ir.IntType(32)
 _SHORT = ir.IntType(16)
 _BYTE = ir.IntType(8)
+# Of Linux on x86-64 (arch/x86/include/uapi/asm/prctl.h): a process has to ask for the registers of tiles.
+_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 # Lanes of AVX-512's vectors.
 _WIDE = 16
 
@@ -74,6 +79,16 @@ def has_bfloat16_products() -> bool:
     """Whether Numba compiles for vectors that multiply bfloat16 in pairs, AVX-512's."""
     _, _, features = cpu_target.target_context.codegen().magic_tuple()
     return has_wide_vectors() and "+avx512bf16" in features.split(",")
+
+
+@functools.cache
+def has_bfloat16_tiles() -> bool:
+    """Whether Numba compiles for tiles of bfloat16, AMX's, and Linux lets this process have them: it is asked."""
+    _, _, features = cpu_target.target_context.codegen().magic_tuple()
+    if not {"+amx-tile", "+amx-bf16"} <= set(features.split(",")) or sys.platform != "linux":
+        return False
+    answer: int = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA)
+    return answer == 0
 
 
 def kernel(num_addresses: int, num_floats: int, returns: Any, emit: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,7 +25,8 @@ _log = logging.getLogger(__name__)
 class CudaKernels:
     """Of one GPU."""
 
-    can_widen = can_multiply_short = can_widen_float16 = False
+    can_widen = can_widen_float16 = False
+    short_products = ""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

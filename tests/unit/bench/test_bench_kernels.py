@@ -29,11 +29,11 @@ from benchmarks.kernels.measure import DEFAULT_MODEL, shape_of, thread_counts
 from benchmarks.kernels.multiply_adds import MultiplyAdds
 from benchmarks.kernels.prompt_attention import PromptRun, PromptSizes, attention_flop
 from benchmarks.kernels.roofline import Figure, Limits, ModelShape, Probe, Report, Work
-from benchmarks.kernels.weight_types import BY_TWO, WeightRun, WeightSizes, measure_weights, weight_types
+from benchmarks.kernels.weight_types import BY_TWO, IN_TILES, WeightRun, WeightSizes, measure_weights, weight_types
 from benchmarks.timing import Timing, rates_in_turn, timed
 from tandem.bench.other_load import OtherLoad
 from tandem.core.errors import ConfigError
-from tandem.engine.cpu.vector_ir import has_bfloat16_products
+from tandem.engine.cpu.vector_ir import has_bfloat16_products, has_bfloat16_tiles
 from tandem.engine.random_model import ModelSpec, make_config
 from tests.support.imports import loaded_by
 
@@ -314,7 +314,8 @@ def test_each_type_of_weights_is_counted_in_its_bytes() -> None:
     expected = {"float32": 4 * num, "bfloat16": 2 * num, "int8": num + 4 * 64, "int4": num // 2 + 2 * 4 * 64}
     assert {name: bytes_of[name] for name in expected} == expected
     assert (BY_TWO in bytes_of) is has_bfloat16_products()
-    assert bytes_of.get(BY_TWO, 2 * num) == 2 * num
+    assert (IN_TILES in bytes_of) is has_bfloat16_tiles()
+    assert {bytes_of[name] for name in (BY_TWO, IN_TILES) if name in bytes_of} <= {2 * num}
 
 
 def test_multiply_adds_count_a_multiply_and_an_add_of_every_lane() -> None:

@@ -347,6 +347,7 @@ import engine_helpers as helpers
 from tandem.engine.cpu import attention_kernel
 from tandem.engine.cpu import layer_kernels
 from tandem.engine.cpu import packed_kernel
+from tandem.engine.cpu import tiles_kernel
 from tandem.engine.cpu import thread_team
 from tandem.engine.cpu import lending
 
@@ -358,12 +359,12 @@ class Lender:
         return 1
 
 engine = helpers.load_engine(sys.argv[1], num_threads=1, cache_dtype=sys.argv[2])
-by_two = engine.types.multiplied == "bfloat16"
-products = packed_kernel.BY_TWO if by_two else packed_kernel.PRODUCTS[getattr(torch, engine.types.stored)]
+short = {"bfloat16": packed_kernel.BY_TWO, "bfloat16 in tiles": tiles_kernel.IN_TILES}.get(engine.types.multiplied)
+products = short or packed_kernel.PRODUCTS[getattr(torch, engine.types.stored)]
 KERNELS = (products.multiply, products.multiply_gated, layer_kernels.normalize_rows,
            layer_kernels.PLACE_HEADS[engine.layout.dtype], layer_kernels.add_rows, layer_kernels.gather_rows,
            layer_kernels.GATHER[getattr(torch, engine.types.stored)], attention_kernel.ATTEND[engine.layout.dtype],
-           *((packed_kernel.round_rows,) if by_two else ()))
+           *((packed_kernel.round_rows,) if short else ()))
 
 def compiled():
     kernels = ["_address" in vars(kernel) for kernel in KERNELS]

@@ -18,7 +18,8 @@ from transformers.pytorch_utils import Conv1D
 from tandem.engine.cpu import packed_linear
 from tandem.engine.cpu.packed_linear import PackedLinear, pack
 from tandem.engine.cpu.panels import Rounding
-from tandem.engine.cpu.vector_ir import has_bfloat16_products, has_wide_vectors
+from tandem.engine.cpu.tiles_kernel import IN_TILES
+from tandem.engine.cpu.vector_ir import has_bfloat16_products, has_bfloat16_tiles, has_wide_vectors
 
 ROOT = Path(__file__).resolve().parents[3]
 SHORT = (torch.bfloat16, torch.float16)
@@ -71,7 +72,7 @@ def test_products_by_two_are_of_rounded_rows_and_each_row_is_its_own(
 ) -> None:
     weight, bias = draw(num_out, num_in, seed=1).bfloat16(), draw(num_out, seed=2)
     packed = PackedLinear(weight, bias, num_threads)
-    packed.panels.multiply_by_two()
+    packed.panels.multiply_short()
     x = draw(70, num_in, seed=3)
     exact = x.bfloat16().double() @ weight.double().T + bias.double()
     alone = torch.cat([packed(row[None]) for row in x])
@@ -81,11 +82,55 @@ def test_products_by_two_are_of_rounded_rows_and_each_row_is_its_own(
         assert torch.equal(packed(x[70 - rows :]), alone[70 - rows :]), f"the last {rows} rows"
 
 
+in_tiles = pytest.mark.skipif(not has_bfloat16_tiles(), reason="this CPU has no tiles of bfloat16")
+
+
+@in_tiles
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize(("num_out", "num_in"), [(32, 32), (96, 768), (50, 64), (1, 96), (200, 320)])
+def test_products_in_tiles_are_of_rounded_rows_and_each_row_is_its_own(
+    num_out: int, num_in: int, num_threads: int
+) -> None:
+    weight, bias = draw(num_out, num_in, seed=1).bfloat16(), draw(num_out, seed=2)
+    packed = PackedLinear(weight, bias, num_threads)
+    packed.panels.multiply_short(in_tiles=True)
+    assert packed.panels.products is IN_TILES
+    x = draw(70, num_in, seed=3)
+    exact = x.bfloat16().double() @ weight.double().T + bias.double()
+    alone = torch.cat([packed(row[None]) for row in x])
+    torch.testing.assert_close(alone.double(), exact, rtol=1e-5, atol=1e-5 * num_in**0.5)
+    for rows in range(1, 71):
+        assert torch.equal(packed(x[:rows]), alone[:rows]), f"{rows} rows"
+        assert torch.equal(packed(x[70 - rows :]), alone[70 - rows :]), f"the last {rows} rows"
+    assert torch.equal(packed(torch.cat([x] * 4)), torch.cat([alone] * 4)), "280 rows"
+
+
+@in_tiles
+def test_even_and_odd_numbers_of_a_tile_have_sums_of_their_own() -> None:
+    """What is one tiny number beside two great ones that cancel is kept where it is not added to them."""
+    weight = torch.zeros(32, 64, dtype=torch.bfloat16)
+    weight[:, 0], weight[:, 2], weight[:, 1] = 2.0**20, -(2.0**20), 2.0**-20
+    packed, by_two = (PackedLinear(weight, None, 1) for _ in range(2))
+    packed.panels.multiply_short(in_tiles=True)
+    by_two.panels.multiply_short()
+    ones = torch.ones(1, 64)
+    assert torch.all(packed(ones) == 2.0**-20)
+    assert torch.all(by_two(ones) == 0.0)
+
+
+@in_tiles
+def test_what_is_not_of_whole_tiles_goes_by_two() -> None:
+    packed, by_two, x = *(PackedLinear(draw(40, 48).bfloat16(), None, 1) for _ in range(2)), draw(3, 48, seed=1)
+    packed.panels.multiply_short(in_tiles=True)
+    by_two.panels.multiply_short()
+    assert torch.equal(packed(x), by_two(x))
+
+
 @pytest.mark.parametrize(("dtype", "num_in"), [(torch.bfloat16, 7), (torch.float16, 8), (torch.float32, 8)])
 def test_what_does_not_go_by_two_is_widened(dtype: torch.dtype, num_in: int) -> None:
     packed, x = PackedLinear(draw(40, num_in).to(dtype), None, 1), draw(3, num_in, seed=1)
     before = packed(x)
-    packed.panels.multiply_by_two()
+    packed.panels.multiply_short()
     assert torch.equal(packed(x), before)
 
 

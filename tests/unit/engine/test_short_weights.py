@@ -21,7 +21,7 @@ from tandem.engine.cpu.embedding import ShortEmbedding
 from tandem.engine.cpu.modules import FusedGatedMLP
 from tandem.engine.cpu.packed_linear import PackedLinear
 from tandem.engine.cpu.panels import Rounding
-from tandem.engine.cpu.vector_ir import has_bfloat16_products
+from tandem.engine.cpu.vector_ir import has_bfloat16_products, has_bfloat16_tiles
 from tandem.engine.engine import Engine, SequenceInput
 from tandem.engine.fuse import recognise
 from tandem.engine.loader import Types
@@ -125,28 +125,29 @@ def test_no_float32_copy_of_the_model_is_made_on_the_way(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("asked", "own", "can_widen", "can_multiply_short", "computed", "stored", "multiplied"),
+    ("asked", "own", "can_widen", "short_products", "computed", "stored", "multiplied"),
     [
-        ("auto", "bfloat16", True, True, "float32", "bfloat16", "bfloat16"),
-        ("auto", "bfloat16", True, False, "float32", "bfloat16", "float32"),
-        ("auto", "bfloat16", False, False, "float32", "float32", "float32"),
-        ("auto", "float16", True, True, "float32", "float16", "float32"),
-        ("auto", "float32", True, True, "float32", "float32", "float32"),
-        ("auto", "float64", True, True, "float32", "float32", "float32"),
-        ("float32", "bfloat16", True, True, "float32", "bfloat16", "float32"),
-        ("bfloat16", "float32", True, True, "float32", "bfloat16", "bfloat16"),
-        ("bfloat16", "bfloat16", True, False, "bfloat16", "bfloat16", "bfloat16"),
-        ("float16", "float16", True, True, "float16", "float16", "float16"),
+        ("auto", "bfloat16", True, "bfloat16", "float32", "bfloat16", "bfloat16"),
+        ("auto", "bfloat16", True, "bfloat16 in tiles", "float32", "bfloat16", "bfloat16 in tiles"),
+        ("auto", "bfloat16", True, "", "float32", "bfloat16", "float32"),
+        ("auto", "bfloat16", False, "", "float32", "float32", "float32"),
+        ("auto", "float16", True, "bfloat16", "float32", "float16", "float32"),
+        ("auto", "float32", True, "bfloat16", "float32", "float32", "float32"),
+        ("auto", "float64", True, "bfloat16", "float32", "float32", "float32"),
+        ("float32", "bfloat16", True, "bfloat16 in tiles", "float32", "bfloat16", "float32"),
+        ("bfloat16", "float32", True, "bfloat16", "float32", "bfloat16", "bfloat16"),
+        ("bfloat16", "bfloat16", True, "", "bfloat16", "bfloat16", "bfloat16"),
+        ("float16", "float16", True, "bfloat16", "float16", "float16", "float16"),
     ],
 )
 def test_what_a_dtype_means_on_a_cpu(
-    asked: str, own: str, can_widen: bool, can_multiply_short: bool, computed: str, stored: str, multiplied: str
+    asked: str, own: str, can_widen: bool, short_products: str, computed: str, stored: str, multiplied: str
 ) -> None:
     config = make_config(ModelSpec())
     config.dtype = getattr(torch, own)
     found = loader.choose_types(
         asked, config, torch.device("cpu"), tensors=own, can_widen=can_widen,
-        can_multiply_short=can_multiply_short,
+        short_products=short_products,
     )  # fmt: skip
     assert found == Types(computed, stored, multiplied)
 
@@ -156,7 +157,7 @@ def test_what_is_computed_is_what_the_config_says_as_far_as_tensors_allow(said: 
     config = make_config(ModelSpec())
     config.dtype = getattr(torch, said)
     cpu = torch.device("cpu")
-    found = loader.choose_types("auto", config, cpu, tensors=tensors, can_widen=True, can_multiply_short=True)
+    found = loader.choose_types("auto", config, cpu, tensors=tensors, can_widen=True, short_products=loader.SHORT)
     assert found == Types("float32", tensors, "float32")
 
 
@@ -165,7 +166,7 @@ def test_a_gpu_computes_in_the_type_of_the_weights() -> None:
     config.dtype = torch.bfloat16
     for asked, dtype in (("auto", "bfloat16"), ("float16", "float16")):
         found = loader.choose_types(
-            asked, config, torch.device("cuda"), tensors="float32", can_widen=True, can_multiply_short=True
+            asked, config, torch.device("cuda"), tensors="float32", can_widen=True, short_products=loader.SHORT
         )
         assert found == Types.all_of(dtype)
 
@@ -227,16 +228,26 @@ def test_arithmetic_in_float16_is_torchs(tmp_path: Path) -> None:
 # --- multiplied as they are ---------------------------------------------------------------------------------------
 
 by_two = pytest.mark.skipif(not has_bfloat16_products(), reason="this CPU does not multiply bfloat16")
+in_tiles = pytest.mark.skipif(not has_bfloat16_tiles(), reason="this CPU has no tiles of bfloat16")
 
 
 @pytest.mark.long
-@by_two
 @pytest.mark.parametrize("arch", helpers.ARCHITECTURES)
-def test_products_of_bfloat16_are_near_and_the_same_bits_however_the_work_is_cut(arch: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kernels", "linear", "multiplied"),
+    [
+        pytest.param("vectors", "packed by two", loader.SHORT, marks=by_two),
+        pytest.param("auto", "packed in tiles", loader.SHORT_IN_TILES, marks=in_tiles),
+    ],
+    ids=["vectors", "tiles"],
+)
+def test_products_of_bfloat16_are_near_and_the_same_bits_however_the_work_is_cut(
+    arch: str, kernels: str, linear: str, multiplied: str, tmp_path: Path
+) -> None:
     model_dir = save(tmp_path, arch, "bfloat16")
-    engine, threaded = (helpers.load_engine(model_dir, num_threads=threads) for threads in (1, 2))
+    engine, threaded = (helpers.load_engine(model_dir, num_threads=n, kernels=kernels) for n in (1, 2))
     exact = helpers.load_engine(model_dir, dtype="float32")
-    assert (engine.linear, engine.types) == ("packed by two", Types("float32", "bfloat16", "bfloat16"))
+    assert (engine.linear, engine.types) == (linear, Types("float32", "bfloat16", multiplied))
     assert engine.fused == exact.fused
     assert_the_same_bits_however_the_work_is_cut(engine, threaded)
     ours, theirs = (logits_of_a_prompt(one) for one in (engine, exact))
@@ -265,6 +276,8 @@ def test_only_workers_that_multiply_alike_share_pages(tmp_path: Path) -> None:
     assert auto.weights_sha256 == asked.weights_sha256
     assert auto.weights_sha256 != exact.weights_sha256
     assert auto.layout == exact.layout, "KV is float32 in both"
+    vectors = helpers.load_engine(model_dir, kernels="vectors")
+    assert (vectors.weights_sha256 == auto.weights_sha256) is not has_bfloat16_tiles()
 
 
 # --- rounded to whole numbers -------------------------------------------------------------------------------------
@@ -323,6 +336,6 @@ def test_what_cannot_be_rounded_is_refused(quantize: str, dtype: str, device: st
     with pytest.raises(ConfigError) as refused:
         loader.choose_types(
             dtype, make_config(ModelSpec()), torch.device(device), tensors="float32", quantize=quantize,
-            can_widen=can_widen, can_multiply_short=True,
+            can_widen=can_widen, short_products=loader.SHORT,
         )  # fmt: skip
     assert refused.value.key == key

@@ -114,7 +114,7 @@ def test_a_page_of_the_engines_own_is_within_the_bytes(engine: Engine) -> None:
         ({"device": "tpu"}, "tpu"),
         ({"device": "meta"}, "neither cpu nor cuda"),
         ({"dtype": "int8"}, "int8"),
-        ({"kernels": "fast"}, "kernels 'fast' is not one of auto, torch"),
+        ({"kernels": "fast"}, "kernels 'fast' is not one of auto, vectors, torch"),
         ({"page_size": 0}, "page_size"),
         ({"num_pages": 0}, "at least one page"),
         ({"num_pages": 1, "kv_bytes": 1}, "not both"),

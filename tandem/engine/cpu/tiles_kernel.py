@@ -32,6 +32,8 @@ TILE_NUMBERS = _ROW_BYTES // vir.SHORT_BYTES
 _OUTPUT_BYTES, _STEP_BYTES = PANEL * FLOAT_BYTES, 2 * PANEL * vir.SHORT_BYTES
 _STEPS = TILE_NUMBERS // 2
 _CONFIG_BYTES, _ROW_LENGTHS_AT, _NUM_ROWS_AT = 64, 16, 48
+# Of rows that are multiplied together: half of what second-level caches of CPUs with tiles hold.
+_CACHED_BYTES = 1 << 20
 # Registers: of sums, for the first and the second 16 rows, each of 16 outputs and the next; of rows; of weights.
 _SUMS, _OF_ROWS, _OF_WEIGHTS = ((0, 1), (2, 3)), (4, 5), (6, 7)
 
@@ -112,6 +114,13 @@ _one_block, _two_blocks = _make_pass(1), _make_pass(2)
 
 
 @numba.njit(nogil=True, inline="always")
+def _rows_at_once(row_bytes):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """So many rows of so many bytes stay in a core's cache while panel after panel is multiplied with them."""
+    pair = 2 * _ROWS
+    return max(pair, _CACHED_BYTES // row_bytes // pair * pair)
+
+
+@numba.njit(nogil=True, inline="always")
 def _multiply_panels(first, end, x, x_stride, num_rows, k, panels, bias, y, y_stride):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """Panels `[first, end)` of all that there are; `k` in steps of a panel."""
     panel_bytes, num_tiles = k * _STEP_BYTES, k // _STEPS
@@ -137,18 +146,28 @@ def _multiply_panels(first, end, x, x_stride, num_rows, k, panels, bias, y, y_st
 def _multiply(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """As `packed_kernel`'s, of weights without scales."""
     x, x_stride, num_rows, k, panels, num_panels, bias, y, _scales, _group = _ten_words(arguments)
-    _multiply_panels(first, end, x, x_stride, num_rows, k, panels, bias, y, num_panels * _OUTPUT_BYTES)
+    y_stride, most = num_panels * _OUTPUT_BYTES, _rows_at_once(x_stride)
+    for begin in range(0, num_rows, most):
+        count = min(most, num_rows - begin)
+        source, target = x + begin * x_stride, y + begin * y_stride
+        _multiply_panels(first, end, source, x_stride, count, k, panels, bias, target, y_stride)
     _release()
 
 
 def _multiply_gated(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """As `packed_kernel`'s, of weights without scales."""
     x, x_stride, num_rows, k, panels, num_pairs, bias, both, _scales, _group, y = _eleven_words(arguments)
-    both_stride, y_stride = 2 * num_pairs * _OUTPUT_BYTES, num_pairs * _OUTPUT_BYTES
-    for pair in range(first, end):
-        _multiply_panels(2 * pair, 2 * pair + 2, x, x_stride, num_rows, k, panels, bias, both, both_stride)
-        for row in range(num_rows):
-            _gate(both + row * both_stride + 2 * pair * _OUTPUT_BYTES, y + row * y_stride + pair * _OUTPUT_BYTES)
+    both_stride, y_stride, most = 2 * num_pairs * _OUTPUT_BYTES, num_pairs * _OUTPUT_BYTES, _rows_at_once(x_stride)
+    for begin in range(0, num_rows, most):
+        end_row = min(begin + most, num_rows)
+        source, between = x + begin * x_stride, both + begin * both_stride
+        for pair in range(first, end):
+            count = end_row - begin
+            _multiply_panels(
+                2 * pair, 2 * pair + 2, source, x_stride, count, k, panels, bias, between, both_stride
+            )  # fmt: skip
+            for row in range(begin, end_row):
+                _gate(both + row * both_stride + 2 * pair * _OUTPUT_BYTES, y + row * y_stride + pair * _OUTPUT_BYTES)
     _release()
 
 

@@ -87,7 +87,7 @@ in_tiles = pytest.mark.skipif(not has_bfloat16_tiles(), reason="this CPU has no 
 
 @in_tiles
 @pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize(("num_out", "num_in"), [(32, 32), (96, 768), (50, 64), (1, 96), (200, 320)])
+@pytest.mark.parametrize(("num_out", "num_in"), [(32, 32), (96, 768), (50, 64), (1, 96), (200, 320), (40, 8192)])
 def test_products_in_tiles_are_of_rounded_rows_and_each_row_is_its_own(
     num_out: int, num_in: int, num_threads: int
 ) -> None:

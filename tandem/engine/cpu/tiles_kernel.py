@@ -126,18 +126,25 @@ def _multiply_panels(first, end, x, x_stride, num_rows, k, panels, bias, y, y_st
     panel_bytes, num_tiles = k * _STEP_BYTES, k // _STEPS
     last = num_rows // (2 * _ROWS) * (2 * _ROWS)  # the first row behind whole pairs of tiles
     left = num_rows - last
+    is_alike = not last or not left  # all passes: registers are configured once
+    if last:
+        _configure(_ROWS, _ROWS)
+    else:
+        _configure(min(left, _ROWS), max(1, left - _ROWS))
     for index in range(first, end):
         panel, place = panels + index * panel_bytes, y + index * _OUTPUT_BYTES
-        if last:
+        if last and not is_alike:
             _configure(_ROWS, _ROWS)
-            for row in range(0, last, 2 * _ROWS):
-                _two_blocks(x + row * x_stride, x_stride, panel, num_tiles, place + row * y_stride, y_stride)
-        if left > _ROWS:
-            _configure(_ROWS, left - _ROWS)
-            _two_blocks(x + last * x_stride, x_stride, panel, num_tiles, place + last * y_stride, y_stride)
-        elif left:
-            _configure(left, left)
-            _one_block(x + last * x_stride, x_stride, panel, num_tiles, place + last * y_stride, y_stride)
+        for row in range(0, last, 2 * _ROWS):
+            _two_blocks(x + row * x_stride, x_stride, panel, num_tiles, place + row * y_stride, y_stride)
+        if left:
+            if not is_alike:
+                _configure(min(left, _ROWS), max(1, left - _ROWS))
+            source, target = x + last * x_stride, place + last * y_stride
+            if left > _ROWS:
+                _two_blocks(source, x_stride, panel, num_tiles, target, y_stride)
+            else:
+                _one_block(source, x_stride, panel, num_tiles, target, y_stride)
         if bias:
             for row in range(num_rows):
                 _add(place + row * y_stride, bias + index * _OUTPUT_BYTES)

@@ -372,9 +372,7 @@ def _drafts(parts: WorkerParts, draft: Engine, clock: Clock) -> Drafts:
 
 
 def _num_rows(engine: StepEngine) -> int:
-    types = engine.types
-    widens = bool(types.quantized) or types.stored != types.multiplied
-    return guess_rows(on_cpu=engine.on_cpu, widens=widens)
+    return guess_rows(on_cpu=engine.on_cpu, widens=engine.types.widens)
 
 
 class _DecodeService(decode_pb2_grpc.DecodeServiceServicer):

@@ -116,7 +116,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.handoff", description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda", help="of both processes: cuda, cuda:N or cpu (default: cuda)")
     parser.add_argument("--transport", default="nccl", choices=("nccl", "ucx"), help="(default: nccl)")
-    parser.add_argument("--kernels", default="auto", choices=("auto", "torch"), help="as model.kernels (default: auto)")
+    parser.add_argument(
+        "--kernels", default="auto", choices=("auto", "vectors", "torch"), help="as model.kernels (default: auto)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
     options = parser.parse_args(arguments)
     try:

@@ -69,8 +69,8 @@ class Engine:
         shared: the memory in which other processes have the weights too; `None`: these are its own.
         attention: name of the attention kernel in use.
         fused: how many parts of which kind are replaced by fused ones, and whether the decoder is; for people.
-        linear: whose products of linear layers are in use: "packed", "packed by two", "packed int8", "packed int4" or
-            "torch".
+        linear: whose products of linear layers are in use: "packed", "packed by two", "packed in tiles", "packed int8",
+            "packed int4" or "torch".
         pooling: how the checkpoint pools; `None`: it generates.
         on_cpu: whether it computes on the CPU.
         computes_apart: whether `forward` returns when a step is launched: the host has time until it is computed.
@@ -190,15 +190,16 @@ class Engine:
         own = kernels_for(target, threads, kernels)
         config, pooling = loader.load_config(model_dir), read_pooling(Path(model_dir))
         scheme = scheme_of(config)
+        tensors = _tensors_dtype(Path(model_dir), own)
         types = loader.choose_types(
             dtype,
             config,
             target,
-            tensors=_tensors_dtype(Path(model_dir), own),
+            tensors=tensors,
             quantize=quantize,
             kept_as=scheme.kept_as if scheme is not None else "",
             can_widen=own.can_widen,
-            short_products=own.short_products,
+            short_products=own.short_products if "bfloat16" in (dtype, tensors) else "",  # else nobody asks for them
         )
         layout = loader.derive_layout(config, page_size, loader.choose_kv_dtype(cache_dtype, types, target))
         context = loader.context_of(config, max_context)

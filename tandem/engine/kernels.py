@@ -63,8 +63,10 @@ class Kernels(Protocol):
     """
 
     can_widen: bool
-    short_products: str
     can_widen_float16: bool
+
+    @property
+    def short_products(self) -> str: ...
 
     def attention(self, layout: KVLayout, computed: str | None = None, sinks: bool = False) -> AttentionBackend:
         """The kernel for pages of `layout` and queries of the type `computed`, by default that of the pages; for a

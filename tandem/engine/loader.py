@@ -109,7 +109,7 @@ SHORT, SHORT_IN_TILES = "bfloat16", "bfloat16 in tiles"
 
 @dataclass(frozen=True)
 class Types:
-    """Names of torch's types, without `torch.`.
+    """Names of torch's types, without `torch.`; of `multiplied`, also `SHORT_IN_TILES`.
 
     Attributes:
         computed: of all that is computed; but of what linear layers multiply, see `multiplied`. K and V in the pages
@@ -127,6 +127,12 @@ class Types:
     multiplied: str
     quantized: str = ""
     only_stored: bool = False
+
+    @property
+    def widens(self) -> bool:
+        """Whether weights have fewer bits in memory than they are multiplied in."""
+        is_short = self.stored == SHORT and self.multiplied in (SHORT, SHORT_IN_TILES)
+        return bool(self.quantized) or (self.stored != self.multiplied and not is_short)
 
     @classmethod
     def all_of(cls, dtype: str) -> Types:

@@ -21,8 +21,8 @@ _CPU_GUESS_ROWS, _WIDENED_GUESS_ROWS, _GPU_GUESS_ROWS = 12, 5, 0
 # places requests wait for one after their first token.
 _TOKENS_OF_A_SEQ = 256
 
-# Where a step is bound by compute: on a CPU the products reach their full rate with 16 rows (docs/benchmarks.md); for
-# GPUs, what DistServe measured (section 3.1).
+# Where a step is bound by compute: on a CPU the products reach their full rate with 16 rows (docs/benchmarks.md), in
+# tiles half of it with 32; for GPUs, what DistServe measured (section 3.1).
 _CPU_SATURATING_TOKENS = 32
 _GPU_SATURATING_TOKENS = 512
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,21 +32,20 @@ from tandem.engine.paged_model import PagedModel
 from tandem.engine.sampler import Sampler
 
 
-def _short_products(*, tiles: bool) -> str:
-    if not has_bfloat16_products():
-        return ""
-    return SHORT_IN_TILES if tiles and has_bfloat16_tiles() else SHORT
-
-
 class CPUKernels:
     """Of `num_threads` threads."""
 
     def __init__(self, num_threads: int, *, tiles: bool = True) -> None:
         """`tiles`: whether they may be used, where this CPU has them."""
-        self._num_threads = num_threads
+        self._num_threads, self._tiles = num_threads, tiles
         self.can_widen = is_fast_here()
-        self.short_products = _short_products(tiles=tiles)
         self.can_widen_float16 = widens_float16()
+
+    @functools.cached_property
+    def short_products(self) -> str:
+        if not has_bfloat16_products():
+            return ""
+        return SHORT_IN_TILES if self._tiles and has_bfloat16_tiles() else SHORT
 
     def attention(self, layout: KVLayout, computed: str | None = None, _sinks: bool = False) -> AttentionBackend:
         if (computed or layout.dtype) == "float32" and can_attend(layout):

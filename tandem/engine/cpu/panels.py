@@ -10,7 +10,7 @@ from torch import nn
 
 from tandem.engine.cpu.packed_kernel import BY_TWO, PANEL, PRODUCTS, QUANTIZED
 from tandem.engine.cpu.tiles_kernel import IN_TILES, TILE_NUMBERS
-from tandem.engine.cpu.vector_ir import INT4_PER_WORD
+from tandem.engine.cpu.vector_ir import INT4_PER_WORD, has_bfloat16_tiles
 from tandem.engine.huge_pages import weight_memory
 
 #: Of 4 bits, so many weights of an output have a scale in common.
@@ -71,12 +71,13 @@ class Panels:
 
     def multiply_short(self, *, in_tiles: bool = False) -> None:
         """From now on multiply in bfloat16, if the weights are of that type and K is even: in tiles, if that is asked
-        for and K is made of whole ones."""
+        for, this process may, and K is made of whole ones."""
         if self.numbers.dtype is not torch.bfloat16 or self._num_in % 2:
             return
         for panel in self.numbers:  # in place: the numbers of two steps beside each other
             panel.copy_(panel.view(-1, 2, PANEL).transpose(1, 2).reshape(-1, PANEL))
-        self.products = BY_TWO if self._num_in % TILE_NUMBERS or not in_tiles else IN_TILES
+        has_tiles = in_tiles and not self._num_in % TILE_NUMBERS and has_bfloat16_tiles()
+        self.products = IN_TILES if has_tiles else BY_TWO
         self.num_steps = self.group = self._num_in // 2
 
     def quantize(self, rounding: Rounding) -> None:

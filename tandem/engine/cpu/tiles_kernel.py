@@ -34,6 +34,8 @@ _STEPS = TILE_NUMBERS // 2
 _CONFIG_BYTES, _ROW_LENGTHS_AT, _NUM_ROWS_AT = 64, 16, 48
 # Of rows that are multiplied together: half of what second-level caches of CPUs with tiles hold.
 _CACHED_BYTES = 1 << 20
+# Rows for which weights are read once, at least: with fewer memory is the limit.
+_FEWEST_AT_ONCE = 128
 # Registers: of sums, for the first and the second 16 rows, each of 16 outputs and the next; of rows; of weights.
 _SUMS, _OF_ROWS, _OF_WEIGHTS = ((0, 1), (2, 3)), (4, 5), (6, 7)
 
@@ -117,28 +119,32 @@ _one_block, _two_blocks = _make_pass(1), _make_pass(2)
 def _rows_at_once(row_bytes):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """So many rows of so many bytes stay in a core's cache while panel after panel is multiplied with them."""
     pair = 2 * _ROWS
-    return max(pair, _CACHED_BYTES // row_bytes // pair * pair)
+    return max(_FEWEST_AT_ONCE, _CACHED_BYTES // row_bytes // pair * pair)
+
+
+@numba.njit(nogil=True, inline="always")
+def _begin(num_rows):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """Configure the registers for all passes, where they are alike: of two whole tiles, or a single one of fewer."""
+    if num_rows >= 2 * _ROWS:
+        _configure(_ROWS, _ROWS)
+    else:
+        _configure(min(num_rows, _ROWS), max(1, num_rows - _ROWS))
 
 
 @numba.njit(nogil=True, inline="always")
 def _multiply_panels(first, end, x, x_stride, num_rows, k, panels, bias, y, y_stride):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    """Panels `[first, end)` of all that there are; `k` in steps of a panel."""
+    """Panels `[first, end)` of all that there are, behind `_begin`; `k` in steps of a panel."""
     panel_bytes, num_tiles = k * _STEP_BYTES, k // _STEPS
     last = num_rows // (2 * _ROWS) * (2 * _ROWS)  # the first row behind whole pairs of tiles
     left = num_rows - last
-    is_alike = not last or not left  # all passes: registers are configured once
-    if last:
-        _configure(_ROWS, _ROWS)
-    else:
-        _configure(min(left, _ROWS), max(1, left - _ROWS))
     for index in range(first, end):
         panel, place = panels + index * panel_bytes, y + index * _OUTPUT_BYTES
-        if last and not is_alike:
+        if last and left:
             _configure(_ROWS, _ROWS)
         for row in range(0, last, 2 * _ROWS):
             _two_blocks(x + row * x_stride, x_stride, panel, num_tiles, place + row * y_stride, y_stride)
         if left:
-            if not is_alike:
+            if last:
                 _configure(min(left, _ROWS), max(1, left - _ROWS))
             source, target = x + last * x_stride, place + last * y_stride
             if left > _ROWS:
@@ -156,6 +162,7 @@ def _multiply(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: 
     y_stride, most = num_panels * _OUTPUT_BYTES, _rows_at_once(x_stride)
     for begin in range(0, num_rows, most):
         count = min(most, num_rows - begin)
+        _begin(count)
         source, target = x + begin * x_stride, y + begin * y_stride
         _multiply_panels(first, end, source, x_stride, count, k, panels, bias, target, y_stride)
     _release()
@@ -166,14 +173,14 @@ def _multiply_gated(first, end, arguments):  # type: ignore[no-untyped-def] # pr
     x, x_stride, num_rows, k, panels, num_pairs, bias, both, _scales, _group, y = _eleven_words(arguments)
     both_stride, y_stride, most = 2 * num_pairs * _OUTPUT_BYTES, num_pairs * _OUTPUT_BYTES, _rows_at_once(x_stride)
     for begin in range(0, num_rows, most):
-        end_row = min(begin + most, num_rows)
+        behind = min(begin + most, num_rows)
+        _begin(behind - begin)
         source, between = x + begin * x_stride, both + begin * both_stride
         for pair in range(first, end):
-            count = end_row - begin
             _multiply_panels(
-                2 * pair, 2 * pair + 2, source, x_stride, count, k, panels, bias, between, both_stride
+                2 * pair, 2 * pair + 2, source, x_stride, behind - begin, k, panels, bias, between, both_stride
             )  # fmt: skip
-            for row in range(begin, end_row):
+            for row in range(begin, behind):
                 _gate(both + row * both_stride + 2 * pair * _OUTPUT_BYTES, y + row * y_stride + pair * _OUTPUT_BYTES)
     _release()
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
+import os
 import platform
 import sys
 from collections.abc import Callable
@@ -21,6 +23,8 @@ from numba.extending import intrinsic
 
 from tandem.core.dtypes import KV_SCALE_BYTES
 from tandem.engine.huge_pages import FLOAT_BYTES
+
+_log = logging.getLogger(__name__)
 
 SHORT_BYTES = 2
 #: Whole numbers of 4 bits that lie in a word of 32.
@@ -83,12 +87,20 @@ def has_bfloat16_products() -> bool:
 
 @functools.cache
 def has_bfloat16_tiles() -> bool:
-    """Whether Numba compiles for tiles of bfloat16, AMX's, and Linux lets this process have them: it is asked."""
+    """Whether Numba compiles for tiles of bfloat16, AMX's, and Linux lets this process have them: it is asked, and from
+    then on signal handlers need stacks that hold them."""
     _, _, features = cpu_target.target_context.codegen().magic_tuple()
     if not {"+amx-tile", "+amx-bf16"} <= set(features.split(",")) or sys.platform != "linux":
         return False
-    answer: int = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA)
-    return answer == 0
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    if call(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA):
+        _log.warning(
+            "this CPU has AMX, and Linux does not let this process use it (%s): where other workers do, set "
+            "model.kernels: vectors, as those that multiply otherwise share no pages",
+            os.strerror(ctypes.get_errno()),
+        )
+        return False
+    return True
 
 
 def kernel(num_addresses: int, num_floats: int, returns: Any, emit: Callable[..., Any]) -> Callable[..., Any]:

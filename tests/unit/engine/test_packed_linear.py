@@ -12,10 +12,13 @@ from weakref import ref
 import pytest
 import torch
 from engine_helpers import environment_without_wide_vectors
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from tandem.engine.cpu import packed_linear
+from tandem.engine.cpu import packed_linear, vector_ir
+from tandem.engine.cpu.modules import FusedGatedMLP
+from tandem.engine.cpu.packed_kernel import BY_TWO
 from tandem.engine.cpu.packed_linear import PackedLinear, pack
 from tandem.engine.cpu.panels import Rounding
 from tandem.engine.cpu.tiles_kernel import IN_TILES
@@ -103,6 +106,7 @@ def test_products_in_tiles_are_of_rounded_rows_and_each_row_is_its_own(
         assert torch.equal(packed(x[:rows]), alone[:rows]), f"{rows} rows"
         assert torch.equal(packed(x[70 - rows :]), alone[70 - rows :]), f"the last {rows} rows"
     assert torch.equal(packed(torch.cat([x] * 4)), torch.cat([alone] * 4)), "280 rows"
+    assert packed(x[:0]).shape == (0, num_out)
 
 
 @in_tiles
@@ -116,6 +120,42 @@ def test_even_and_odd_numbers_of_a_tile_have_sums_of_their_own() -> None:
     ones = torch.ones(1, 64)
     assert torch.all(packed(ones) == 2.0**-20)
     assert torch.all(by_two(ones) == 0.0)
+
+
+@in_tiles
+@pytest.mark.parametrize(("num_in", "num_rows"), [(64, 37), (64, 33), (8192, 150)])
+def test_gated_products_in_tiles_are_the_same_for_each_row_alone(num_in: int, num_rows: int) -> None:
+    """Of 8,192 numbers 128 rows are multiplied together, and then the others."""
+    gate, up = (nn.Linear(num_in, 70, bias=True, dtype=torch.bfloat16) for _ in range(2))
+    mlp = FusedGatedMLP(gate, up, nn.Linear(70, num_in, bias=False, dtype=torch.bfloat16), 1)
+    mlp.panels.multiply_short(in_tiles=True)
+    x = draw(num_rows, num_in, seed=3)
+    whole = mlp(x)
+    for row in (0, 1, 31, 32, num_rows - 1):
+        assert torch.equal(whole[row], mlp(x[row][None])[0]), f"row {row}"
+    rounded = x.bfloat16().double()
+    wide = [rounded @ layer.weight.double().T + layer.bias.double() for layer in (gate, up)]
+    exact = (nn.functional.silu(wide[0]) * wide[1]) @ mlp_down(mlp)
+    torch.testing.assert_close(whole.double(), exact, rtol=1e-3, atol=1e-3)
+    assert mlp(x[:0]).shape == (0, num_in)
+
+
+def mlp_down(mlp: FusedGatedMLP) -> torch.Tensor:
+    """`[inner, out]`: of weights, as products with a unit each."""
+    return mlp.down(torch.eye(70)).double()
+
+
+@in_tiles
+def test_what_a_process_may_not_use_it_says_and_does_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(vector_ir, "_ARCH_REQ_XCOMP_PERM", 0)  # no request that Linux knows
+    assert not has_bfloat16_tiles.__wrapped__()
+    assert "set model.kernels: vectors" in caplog.text
+    monkeypatch.setattr("tandem.engine.cpu.panels.has_bfloat16_tiles", lambda: False)
+    packed = PackedLinear(draw(40, 64).bfloat16(), None, 1)
+    packed.panels.multiply_short(in_tiles=True)
+    assert packed.panels.products is BY_TWO
 
 
 @in_tiles

@@ -150,6 +150,7 @@ def test_what_a_dtype_means_on_a_cpu(
         short_products=short_products,
     )  # fmt: skip
     assert found == Types(computed, stored, multiplied)
+    assert found.widens is (computed == multiplied == "float32" and stored != "float32")
 
 
 @pytest.mark.parametrize(("said", "tensors"), [("float32", "bfloat16"), ("bfloat16", "float32")])

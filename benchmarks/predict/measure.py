@@ -28,8 +28,8 @@ from tandem.sim.shape import WorldShape
 
 # Pages in memory that both workers map: what a handoff takes beside is its latency.
 _GB_PER_S = 2.0
-# To pass on what a step gives takes so many times as long as to pass on one of its tokens, beside these: routers and
-# load generators on such hosts take 100 to 150 us and 20 to 40.
+# To pass on what a step gives takes so many times as long as to pass on one of its tokens, beside these: a router
+# before scripted workers took some 140 us and 20 to 30.
 _TOKENS_OF_A_STEP = 4.0
 _MOST_TOKEN_US, _HALVINGS = 512.0, 8
 # Seeds: no two loads have one.

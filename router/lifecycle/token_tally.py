@@ -1,5 +1,5 @@
 """What tokens count for beside their text: figures, limits, turns. It is entered for many of them together, since for a
-single one it would cost more than all else that the router does with it."""
+single one it would cost about as much as all else that the router does with it."""
 
 from __future__ import annotations
 

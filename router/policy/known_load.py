@@ -61,15 +61,17 @@ class KnownLoad:
     _num_pages: int = 0
     _num_stepping: int = 0
 
-    def hear(self, report: Report) -> None:
+    def hear(self, report: Report) -> bool:
+        """Whether it says anything that the last one did not."""
+        if report == self.report:
+            return False
         self.report = report
-        if report.num_commands is None:
-            return
-        while self._unseen:
+        while self._unseen and report.num_commands is not None:
             request_id, held = next(iter(self._unseen.items()))
             if held.number > report.num_commands:
-                return
+                break
             self._see(request_id, held)
+        return True
 
     def hold(
         self, request_id: str, number: int, num_tokens: int, num_pages: int, *, computes: bool, num_sequences: int = 1

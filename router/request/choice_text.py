@@ -20,7 +20,6 @@ class ChoiceText:
         self._shows_stop = request.shows_stop
         self._detokenizer = detokenizer_for(tokenizer, request.prompt_ids, request.shown_ids)
         self._matcher = StopMatcher(request.stop, shows_stop=request.shows_stop)
-        self._is_watched = bool(request.stop)
         self._waiting: list[TokenGiven] = []
         self.num_tokens = 0
         self.is_finished = False
@@ -41,11 +40,6 @@ class ChoiceText:
 
     def _push(self, token: TokenGiven) -> Delta | None:
         self.num_tokens += 1
-        if token.finish_reason is None and not self._is_watched and not self._waiting:  # most tokens
-            if text := self._detokenizer.push(token.token_id):
-                return Delta(self._choice, text, [token], None)
-            self._waiting.append(token)
-            return None
         self._waiting.append(token)
         # The token that ended the choice (end-of-sequence, stop token) counts, but is not shown unless it is asked for.
         is_hidden = token.finish_reason == "stop" and not self._shows_stop

@@ -74,9 +74,6 @@ class Journal:
         if token.index != num_given:
             self._out_of_order(choice, token)
             return []
-        if not choice.early and token.finish_reason is None:  # nearly always
-            choice.token_ids.append(token.token_id)
-            return [token]
         ready = [token]
         while (following := choice.early.pop(num_given + len(ready), None)) is not None:
             ready.append(following)

@@ -89,7 +89,6 @@ class WorkerSession:
         self._held: dict[str, Mailbox[Event]] = {}
         self._known = KnownLoad()  # of these requests, and by the worker's own word
         self._num_sent = 0  # commands on this stream
-        self._last_report: Report | None = None  # of this stream
         self._commands: asyncio.Queue[Any] = asyncio.Queue()
         self._is_retired = False
         self._has_died = False
@@ -277,7 +276,7 @@ class WorkerSession:
 
     async def _one_stream(self) -> None:
         """One connection, from its opening to its end. Raises `WorkerLostError` or gRPC's error."""
-        self._commands, self._num_sent, self._last_report = asyncio.Queue(), 0, None
+        self._commands, self._num_sent = asyncio.Queue(), 0
         self._is_overdue = False  # not before: the last stream counts as open until it is closed
         async with make_channel(self.member.address, is_near=True) as channel:
             stub: Any = PrefillServiceStub(channel) if self.is_prefill else DecodeServiceStub(channel)
@@ -300,11 +299,7 @@ class WorkerSession:
         has_changed = False
         if message.HasField("status"):
             was_leaving, self.status = self.is_leaving, message.status
-            report, before = _report(message), self._last_report
-            if report != before:
-                self._known.hear(report)
-                self._last_report = report
-            has_changed = report != before or self.is_leaving != was_leaving
+            has_changed = self._known.hear(_report(message)) or self.is_leaving != was_leaving
             self._tell_leaving(was_leaving)
         for event in message.events:
             kind = event.WhichOneof("event")

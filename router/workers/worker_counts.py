@@ -10,39 +10,41 @@ from tandem.core.identity import Role
 from tandem.core.metrics import RouterMetrics
 from tandem.rpc.v1.common_pb2 import WorkerStatus
 
-#: In the order of `_counters`.
-_counts_of = attrgetter(
-    "decode_tokens", "preemptions", "mixed_steps", "mixed_s", "prompt_tokens_computed", "prompt_tokens_cached", "masks",
-    "mask_s", "late_masks", "slow_grammars", "guesses", "right_guesses", "drafts", "right_drafts", "transfer_bytes",
-)  # fmt: skip
 
-
-def _counters(metrics: RouterMetrics, role: Role, transport: str) -> tuple[Counter, ...]:
-    """Each is exported from now on."""
-    of_role = (
-        metrics.prompt_tokens_computed, metrics.prompt_tokens_cached, metrics.masks, metrics.mask_s, metrics.late_masks,
-        metrics.slow_grammars,
-    )  # fmt: skip
-    both = (metrics.guesses, metrics.right_guesses)
-    guesses = [counter.labels(source) for source in ("lookup", "draft") for counter in both]
-    return (
-        metrics.decode_tokens, metrics.preemptions, metrics.mixed_steps, metrics.mixed_step_s,
-        *(counter.labels(role) for counter in of_role), *guesses, metrics.kv_transfer_bytes.labels(transport),
-    )  # fmt: skip
+def _counters(metrics: RouterMetrics, role: Role, transport: str) -> dict[str, Counter]:
+    """By the status' field that counts the same; each is exported from now on."""
+    return {
+        "decode_tokens": metrics.decode_tokens,
+        "preemptions": metrics.preemptions,
+        "mixed_steps": metrics.mixed_steps,
+        "mixed_s": metrics.mixed_step_s,
+        "prompt_tokens_computed": metrics.prompt_tokens_computed.labels(role),
+        "prompt_tokens_cached": metrics.prompt_tokens_cached.labels(role),
+        "masks": metrics.masks.labels(role),
+        "mask_s": metrics.mask_s.labels(role),
+        "late_masks": metrics.late_masks.labels(role),
+        "slow_grammars": metrics.slow_grammars.labels(role),
+        "guesses": metrics.guesses.labels("lookup"),
+        "right_guesses": metrics.right_guesses.labels("lookup"),
+        "drafts": metrics.guesses.labels("draft"),
+        "right_drafts": metrics.right_guesses.labels("draft"),
+        "transfer_bytes": metrics.kv_transfer_bytes.labels(transport),
+    }
 
 
 class WorkerCounts:
     """Of one incarnation of a worker."""
 
     def __init__(self, metrics: RouterMetrics, role: Role, transport: str) -> None:
-        self._counters = _counters(metrics, role, transport)
+        counters = _counters(metrics, role, transport)
+        self._counters, self._counts_of = tuple(counters.values()), attrgetter(*counters)
         self._refused = metrics.handoffs_refused
         self._last = WorkerStatus()
 
     def take(self, status: WorkerStatus) -> WorkerStatus:
         """Enter what is new in a report. Returns the one before."""
         last, self._last = self._last, status
-        for counter, now, then in zip(self._counters, _counts_of(status), _counts_of(last), strict=True):
+        for counter, now, then in zip(self._counters, self._counts_of(status), self._counts_of(last), strict=True):
             if now > then:
                 counter.inc(now - then)
         for reason, number in status.refused.items() if status.refused else ():

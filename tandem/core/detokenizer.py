@@ -35,7 +35,7 @@ class ByteDetokenizer:
         self._is_special = tokenizer.is_special
         self._text_of = tokenizer.own_text
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._is_between = True  # characters: the decoder holds no part of one
+        self._is_between = True  # characters: then the decoder holds no part of one
         # Invariant: true while no text has come out and one leading space would be the tokenizer's own.
         self._strip_space = tokenizer.strips_first_space
         for token_id in prompt_ids[-_PROMPT_TAIL:]:
@@ -53,7 +53,6 @@ class ByteDetokenizer:
 
     def flush(self) -> str:
         """The end is reached: the rest, with U+FFFD for an incomplete character."""
-        self._is_between = True
         return self._begun(self._utf8.decode(b"", final=True))
 
     def _begun(self, text: str) -> str:

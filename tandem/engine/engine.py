@@ -190,16 +190,15 @@ class Engine:
         own = kernels_for(target, threads, kernels)
         config, pooling = loader.load_config(model_dir), read_pooling(Path(model_dir))
         scheme = scheme_of(config)
-        tensors = _tensors_dtype(Path(model_dir), own)
         types = loader.choose_types(
             dtype,
             config,
             target,
-            tensors=tensors,
+            tensors=_tensors_dtype(Path(model_dir), own),
             quantize=quantize,
             kept_as=scheme.kept_as if scheme is not None else "",
             can_widen=own.can_widen,
-            short_products=own.short_products if "bfloat16" in (dtype, tensors) else "",  # else nobody asks for them
+            short_products=own.short_products,
         )
         layout = loader.derive_layout(config, page_size, loader.choose_kv_dtype(cache_dtype, types, target))
         context = loader.context_of(config, max_context)

@@ -58,15 +58,15 @@ class Kernels(Protocol):
     """What an engine computes with on its device.
 
     Attributes:
-        can_widen, short_products: as `loader.choose_types` asks.
+        can_widen: as `loader.choose_types` asks.
         can_widen_float16: whether weights of this type may stay so in memory too.
     """
 
     can_widen: bool
     can_widen_float16: bool
 
-    @property
-    def short_products(self) -> str: ...
+    def short_products(self) -> str:
+        """As `loader.choose_types` asks."""
 
     def attention(self, layout: KVLayout, computed: str | None = None, sinks: bool = False) -> AttentionBackend:
         """The kernel for pages of `layout` and queries of the type `computed`, by default that of the pages; for a

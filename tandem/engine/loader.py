@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,8 +131,7 @@ class Types:
     @property
     def widens(self) -> bool:
         """Whether weights have fewer bits in memory than they are multiplied in."""
-        is_short = self.stored == SHORT and self.multiplied in (SHORT, SHORT_IN_TILES)
-        return bool(self.quantized) or (self.stored != self.multiplied and not is_short)
+        return bool(self.quantized) or self.multiplied == "float32" != self.stored
 
     @classmethod
     def all_of(cls, dtype: str) -> Types:
@@ -148,7 +147,7 @@ def choose_types(
     quantize: str = "none",
     kept_as: str = "",
     can_widen: bool,
-    short_products: str,
+    short_products: Callable[[], str],
 ) -> Types:
     """What `dtype` means for this checkpoint on this device. Raises `ConfigError`.
 
@@ -157,7 +156,8 @@ def choose_types(
         quantize: `none`, or how weights are rounded.
         kept_as: of a checkpoint that comes quantised, what those weights are kept as unless `quantize` says it.
         can_widen: linear layers can have weights of 16 bits and compute in float32, on this CPU.
-        short_products: of bfloat16 as it is, that they can make on this CPU; empty: none.
+        short_products: asked where bfloat16 may be multiplied as it is: what products of it can be made on this CPU;
+            empty: none.
     """
     if dtype not in ("auto", *TORCH_DTYPES):
         raise ConfigError(f"dtype {dtype!r} is not one of auto, {', '.join(TORCH_DTYPES)}", key="dtype")
@@ -188,8 +188,8 @@ def choose_types(
         return Types.all_of(own if dtype == "auto" else dtype)
     asked = own if dtype == "auto" else dtype
     may_round = dtype == "bfloat16" or tensors == "bfloat16"  # unasked only what holds nothing else
-    if asked == "bfloat16" and short_products and may_round:
-        return Types("float32", "bfloat16", short_products)
+    if asked == "bfloat16" and may_round and (products := short_products()):
+        return Types("float32", "bfloat16", products)
     if dtype in ("auto", "float32"):
         return Types("float32", stored, "float32")
     return Types.all_of(dtype)

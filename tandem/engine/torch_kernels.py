@@ -22,7 +22,6 @@ class TorchKernels:
     """`model.kernels: torch`."""
 
     can_widen = can_widen_float16 = False
-    short_products = ""
 
     def attention(self, _layout: KVLayout, _computed: str | None = None, _sinks: bool = False) -> AttentionBackend:
         return ReferenceAttention()
@@ -43,6 +42,9 @@ class TorchKernels:
 
     def sampler(self, eos_token_ids: Sequence[int]) -> Sampler:
         return TorchSampler(eos_token_ids)
+
+    def short_products(self) -> str:
+        return ""
 
     def digests(self, _arena: KVArena) -> TakeDigests | None:
         return None

@@ -364,15 +364,14 @@ def run(paths: Sequence[Path], out: Path | None, num_cores: int = 0) -> int:
 
 
 def cores_tree(slowdowns: Slowdowns) -> dict[str, Any]:
-    """`cores` of a scenario, of all that loses something."""
+    """`cores` of a scenario, of all that is found."""
     of_kind = {kind.value: getattr(slowdowns, kind.value) for kind in STEPS}
     found: dict[str, Any] = {
         name: {"prompts": float(f"{beside.prompts:.4g}"), "decode": float(f"{beside.decode:.4g}")}
         for name, beside in of_kind.items()
         if beside != Beside()
     }
-    others = {name: getattr(slowdowns, name) for name in ("num_cores", "step_us", "token_us")}
-    return found | {name: number for name, number in others.items() if number}
+    return found | ({"num_cores": slowdowns.num_cores} if slowdowns.num_cores else {})
 
 
 def _windows_of(steps: Sequence[Step]) -> Windows:

@@ -65,7 +65,8 @@ class Slowdowns:
         return num / self.num_cores, (self.num_cores - 1) / (num - 1)
 
     def of(self, kind: Kind, num_prompts: int, num_decode: int, num_passing: int = 0) -> float:
-        """How many times its time alone a step, or a message, takes while so many are under way. It is one of them."""
+        """How many times its time alone something takes while so many are under way: itself among them, unless it is a
+        message."""
         num = num_prompts + num_decode + num_passing
         turns, share = self.turns(num + (kind is Kind.MESSAGE))
         if kind not in STEPS:

@@ -495,9 +495,10 @@ class World:
                 machine.free(sequence)
                 machine.ledger.remove(job)
                 job.sequence, happened = None, True
-            if item.samples:
-                token = partial(self._give_of_decode, job, sequence.num_output - 1, is_last=is_last)
-                token() if self._passing is None else to_pass.append(token)
+            if item.samples and self._passing is None:
+                self._give_of_decode(job, sequence.num_output - 1, is_last=is_last)
+            elif item.samples:
+                to_pass.append(partial(self._give_of_decode, job, sequence.num_output - 1, is_last=is_last))
             if not is_last and job.state is AttemptState.COMPUTING and sequence.num_computed >= sequence.num_prompt:
                 self._generates(job, sequence)
         if happened:

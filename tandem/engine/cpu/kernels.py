@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,7 +40,6 @@ class CPUKernels:
         self.can_widen = is_fast_here()
         self.can_widen_float16 = widens_float16()
 
-    @functools.cached_property
     def short_products(self) -> str:
         if not has_bfloat16_products():
             return ""
@@ -67,14 +65,12 @@ class CPUKernels:
             parts = f"{parts}, {num_experts} experts".removeprefix("none, ")
         linear = pack(model, self._num_threads, asked)
         widen(model)
-        if types.multiplied in (SHORT, SHORT_IN_TILES):
-            multiply_short(model, in_tiles=types.multiplied == SHORT_IN_TILES)
         if types.quantized:
             linear += f" {types.quantized}"
-        elif types.multiplied == SHORT:
-            linear += " by two"
-        elif types.multiplied == SHORT_IN_TILES:
-            linear += " in tiles"
+        elif types.multiplied in (SHORT, SHORT_IN_TILES):
+            in_tiles = types.multiplied == SHORT_IN_TILES
+            multiply_short(model, in_tiles=in_tiles)
+            linear += " in tiles" if in_tiles else " by two"
         return Fused(parts, linear)
 
     def decoder(self, model: PreTrainedModel, layout: KVLayout, _max_context: int) -> FusedDecoder | None:

@@ -301,11 +301,11 @@ def _emit_round_one(builder: Any, x: Any, y: Any) -> None:
 
 
 #: Adds the bias of a panel (second address) to a row's outputs.
-_add = vir.kernel(2, 0, types.void, _emit_add)
+add_bias = vir.kernel(2, 0, types.void, _emit_add)
 #: Makes a row's outputs of one panel zero.
 _clear = vir.kernel(1, 0, types.void, _emit_clear)
 #: SiLU of a row's outputs of one panel times those of the panel behind it.
-_gate = vir.kernel(2, 0, types.void, _emit_gate)
+gate = vir.kernel(2, 0, types.void, _emit_gate)
 #: So many vectors (third) of the first address as bfloat16 to the second.
 _round = vir.kernel(3, 0, types.void, _emit_round)
 _round_one = vir.kernel(2, 0, types.void, _emit_round_one)
@@ -363,7 +363,7 @@ def _multiply_abreast(  # type: ignore[no-untyped-def] # pragma: no cover - comp
     if bias:
         for index in range(num_rows):
             for other in range(_PANELS_ABREAST):
-                _add(y + index * y_stride + other * _OUTPUT_BYTES, bias + other * _OUTPUT_BYTES)
+                add_bias(y + index * y_stride + other * _OUTPUT_BYTES, bias + other * _OUTPUT_BYTES)
 
 
 @numba.njit(nogil=True, inline="always")
@@ -384,7 +384,7 @@ def _multiply_panel(kind, x, x_stride, num_rows, k, panel, bias, y, y_stride, sc
         scales += _OUTPUT_BYTES
     if bias:
         for index in range(num_rows):
-            _add(y + index * y_stride, bias)
+            add_bias(y + index * y_stride, bias)
 
 
 @numba.njit(nogil=True, inline="always")
@@ -475,7 +475,7 @@ def _multiply_gated(kind, first, end, arguments):  # type: ignore[no-untyped-def
         )
         for index in range(begin, behind):
             for row in range(num_rows):
-                _gate(both + row * both_stride + 2 * index * _OUTPUT_BYTES, y + row * y_stride + index * _OUTPUT_BYTES)
+                gate(both + row * both_stride + 2 * index * _OUTPUT_BYTES, y + row * y_stride + index * _OUTPUT_BYTES)
 
 
 def _multiply_float32(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled

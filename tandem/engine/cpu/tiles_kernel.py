@@ -21,7 +21,7 @@ from numba.core import cgutils
 
 from tandem.engine.cpu import vector_ir as vir
 from tandem.engine.cpu.atomics import words
-from tandem.engine.cpu.packed_kernel import PANEL, Products, _add, _gate
+from tandem.engine.cpu.packed_kernel import PANEL, Products, add_bias, gate
 from tandem.engine.cpu.threads import Kernel
 from tandem.engine.huge_pages import FLOAT_BYTES
 
@@ -153,7 +153,7 @@ def _multiply_panels(first, end, x, x_stride, num_rows, k, panels, bias, y, y_st
                 _one_block(source, x_stride, panel, num_tiles, target, y_stride)
         if bias:
             for row in range(num_rows):
-                _add(place + row * y_stride, bias + index * _OUTPUT_BYTES)
+                add_bias(place + row * y_stride, bias + index * _OUTPUT_BYTES)
 
 
 def _multiply(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
@@ -181,7 +181,7 @@ def _multiply_gated(first, end, arguments):  # type: ignore[no-untyped-def] # pr
                 2 * pair, 2 * pair + 2, source, x_stride, behind - begin, k, panels, bias, between, both_stride
             )  # fmt: skip
             for row in range(begin, behind):
-                _gate(both + row * both_stride + 2 * pair * _OUTPUT_BYTES, y + row * y_stride + pair * _OUTPUT_BYTES)
+                gate(both + row * both_stride + 2 * pair * _OUTPUT_BYTES, y + row * y_stride + pair * _OUTPUT_BYTES)
     _release()
 
 

@@ -26,7 +26,6 @@ class CudaKernels:
     """Of one GPU."""
 
     can_widen = can_widen_float16 = False
-    short_products = ""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -66,6 +65,9 @@ class CudaKernels:
         except ImportError:
             return TorchSampler(eos_token_ids)  # said by `fuse`
         return TorchSampler(eos_token_ids, draw)
+
+    def short_products(self) -> str:
+        return ""
 
     def digests(self, arena: KVArena) -> TakeDigests | None:
         try:

@@ -147,10 +147,24 @@ def test_what_a_dtype_means_on_a_cpu(
     config.dtype = getattr(torch, own)
     found = loader.choose_types(
         asked, config, torch.device("cpu"), tensors=own, can_widen=can_widen,
-        short_products=short_products,
+        short_products=lambda: short_products,
     )  # fmt: skip
     assert found == Types(computed, stored, multiplied)
     assert found.widens is (computed == multiplied == "float32" and stored != "float32")
+
+
+@pytest.mark.parametrize(("asked", "own"), [("auto", "float32"), ("auto", "float16"), ("float32", "bfloat16")])
+def test_who_does_not_multiply_bfloat16_asks_for_no_products_of_it(asked: str, own: str) -> None:
+    """A process that asks for tiles needs greater stacks for signals from then on."""
+    config = make_config(ModelSpec())
+    config.dtype = getattr(torch, own)
+
+    def short_products() -> str:
+        raise AssertionError
+
+    loader.choose_types(
+        asked, config, torch.device("cpu"), tensors=own, can_widen=True, short_products=short_products
+    )
 
 
 @pytest.mark.parametrize(("said", "tensors"), [("float32", "bfloat16"), ("bfloat16", "float32")])
@@ -158,7 +172,9 @@ def test_what_is_computed_is_what_the_config_says_as_far_as_tensors_allow(said: 
     config = make_config(ModelSpec())
     config.dtype = getattr(torch, said)
     cpu = torch.device("cpu")
-    found = loader.choose_types("auto", config, cpu, tensors=tensors, can_widen=True, short_products=loader.SHORT)
+    found = loader.choose_types(
+        "auto", config, cpu, tensors=tensors, can_widen=True, short_products=lambda: loader.SHORT
+    )
     assert found == Types("float32", tensors, "float32")
 
 
@@ -167,7 +183,7 @@ def test_a_gpu_computes_in_the_type_of_the_weights() -> None:
     config.dtype = torch.bfloat16
     for asked, dtype in (("auto", "bfloat16"), ("float16", "float16")):
         found = loader.choose_types(
-            asked, config, torch.device("cuda"), tensors="float32", can_widen=True, short_products=loader.SHORT
+            asked, config, torch.device("cuda"), tensors="float32", can_widen=True, short_products=lambda: loader.SHORT
         )
         assert found == Types.all_of(dtype)
 
@@ -337,6 +353,6 @@ def test_what_cannot_be_rounded_is_refused(quantize: str, dtype: str, device: st
     with pytest.raises(ConfigError) as refused:
         loader.choose_types(
             dtype, make_config(ModelSpec()), torch.device(device), tensors="float32", quantize=quantize,
-            can_widen=can_widen, short_products=loader.SHORT,
+            can_widen=can_widen, short_products=lambda: loader.SHORT,
         )  # fmt: skip
     assert refused.value.key == key

@@ -45,7 +45,7 @@ class ModelConfig:
         "Type of weights and arithmetic. `auto` is the checkpoint's own on a GPU. On a CPU it is float32; weights "
         "of 16 bits stay so in memory, with the same results. `bfloat16`, and `auto` with such a checkpoint, has CPUs "
         "that can (AVX512_BF16, AMX) multiply in it, sums in float32; where some workers cannot, take float32, and "
-        "where some have no AMX, `kernels: vectors`. KV has the type of the sums, or `cache.dtype`.",
+        "where some have no AMX, `kernels: vectors`. For KV see `cache.dtype`.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     quantize: str = _key(
@@ -160,10 +160,10 @@ class CacheConfig:
     page_size: int = _key(32, "Tokens in a page. Set a multiple of 256 for FlashAttention-2.", minimum=1)
     dtype: str = _key(
         "auto",
-        "Type of K and V in the pages. `auto` is the type that is computed in: float32 on a CPU, the model's own on a "
-        "GPU. On CPUs `bfloat16` keeps them in half of float32's bytes, and `int8` in little more than a quarter: so "
-        "many more tokens in the same memory, and fewer bytes to send, for answers that are a little other ones. All "
-        "workers of a cluster need the same.",
+        "Type of K and V in the pages. `auto` is the model's own on a GPU; on a CPU bfloat16 where that is multiplied "
+        "(see `model.dtype`), else float32. `bfloat16` keeps them in half of float32's bytes, and `int8` in little "
+        "more than a quarter: so many more tokens in the same memory, and fewer bytes to send, for answers that are a "
+        "little other ones. All workers of a cluster need the same.",
         choices=KV_DTYPES,
     )
     memory_bytes: int = _key(

@@ -7,8 +7,8 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 #: What pages of K and V may hold.
 PAGE_DTYPES = (*DTYPE_BYTES, "int8")
-#: What `cache.dtype` may say: `auto` is the type that the model is computed in.
-KV_DTYPES = ("auto", "bfloat16", "int8")
+#: What `cache.dtype` may say: `auto` is bfloat16 where that is multiplied, else the type that the model is computed in.
+KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
 
 #: Of the scale, float32, that is behind the whole numbers of each head of a token's K and of its V.
 KV_SCALE_BYTES = 4

@@ -162,7 +162,7 @@ class Engine:
         Args:
             model_dir: a directory in the Hugging Face layout.
             dtype: of weights, computation and KV; "auto" is the checkpoint's own. On a CPU, see `loader.choose_types`.
-            cache_dtype: of K and V in the pages; "auto": as computed.
+            cache_dtype: of K and V in the pages; "auto": see `loader.choose_kv_dtype`.
             quantize: "int8" or "int4": weights of linear layers are rounded to so many bits, on a CPU.
             page_size: token slots of a page.
             num_pages, kv_bytes: pages for sequences, or the greatest size of the arena; by default from the memory
@@ -203,12 +203,12 @@ class Engine:
         layout = loader.derive_layout(config, page_size, loader.choose_kv_dtype(cache_dtype, types, target))
         context = loader.context_of(config, max_context)
         if attention_first:
-            own.compile_attention(layout)
+            own.compile_attention(layout, types)
         if probe:
             # The small copy runs on the CPU; a GPU's machine need not have what compiles kernels for that.
             probe_architecture(plain(config), own if target.type == "cpu" else TorchKernels())
         sinks = target.type == "cuda" and has_sinks(plain(config))
-        backend = own.attention(layout, types.computed, sinks)
+        backend = own.attention(layout, types, sinks)
         model = loader.load_stored(model_dir, config, types, target, pooling)
         if rope := settle_rope(model, context):
             _log.info("%s: %s", model_dir, rope)

@@ -68,15 +68,15 @@ class Kernels(Protocol):
     def short_products(self) -> str:
         """As `loader.choose_types` asks."""
 
-    def attention(self, layout: KVLayout, computed: str | None = None, sinks: bool = False) -> AttentionBackend:
-        """The kernel for pages of `layout` and queries of the type `computed`, by default that of the pages; for a
-        model that has attention sinks where `sinks` says so.
+    def attention(self, layout: KVLayout, types: Types | None = None, sinks: bool = False) -> AttentionBackend:
+        """The kernel for pages of `layout`, of a model of these types, by default all that of the pages; for one that
+        has attention sinks where `sinks` says so.
 
         Raises `ConfigError` where none takes them.
         """
 
-    def compile_attention(self, layout: KVLayout) -> None:
-        """Compile now what serves attention over such pages, and sampling, where that is compiled once a host."""
+    def compile_attention(self, layout: KVLayout, types: Types) -> None:
+        """Compile now what serves such attention, and sampling, where that is compiled once a host."""
 
     def fuse(self, model: PreTrainedModel, layout: KVLayout, types: Types) -> Fused:
         """Replace parts of `model` by faster ones that give the same."""

@@ -103,7 +103,7 @@ def load_config(model_dir: str | os.PathLike[str]) -> PreTrainedConfig:
     return part
 
 
-#: Products of bfloat16, as `Types.multiplied` calls them.
+#: Products of bfloat16, as `Types.multiplied` calls them. In tiles those of attention are too, where tiles fit pages.
 SHORT, SHORT_IN_TILES = "bfloat16", "bfloat16 in tiles"
 
 
@@ -200,8 +200,8 @@ def choose_kv_dtype(dtype: str, types: Types, device: torch.device) -> str:
     if dtype not in KV_DTYPES:
         raise ConfigError(f"cache.dtype {dtype!r} is not one of {', '.join(KV_DTYPES)}", key="cache.dtype")
     if dtype == "auto":
-        return types.computed
-    if device.type != "cpu" and dtype != types.computed:
+        return "bfloat16" if types.multiplied in (SHORT, SHORT_IN_TILES) else types.computed
+    if (device.type != "cpu" or dtype == "float32") and dtype != types.computed:
         raise ConfigError(
             f"cache.dtype is {dtype}, but on {device} the pages have the type that is computed in, {types.computed}; "
             "leave cache.dtype out, or set model.dtype",
@@ -407,7 +407,8 @@ def weights_sha256(model: PreTrainedModel, types: Types) -> str:
     """
     digest = hashlib.sha256()
     if types.multiplied != types.computed:
-        digest.update(f"products of {types.multiplied}\n".encode())
+        attention = " and attention" if types.multiplied == SHORT_IN_TILES else ""
+        digest.update(f"products{attention} of {types.multiplied}\n".encode())
     if types.quantized:
         which = "quantised weights kept as" if types.only_stored else "weights rounded to"
         digest.update(f"{which} {types.quantized}\n".encode())

@@ -23,10 +23,10 @@ class TorchKernels:
 
     can_widen = can_widen_float16 = False
 
-    def attention(self, _layout: KVLayout, _computed: str | None = None, _sinks: bool = False) -> AttentionBackend:
+    def attention(self, _layout: KVLayout, _types: Types | None = None, _sinks: bool = False) -> AttentionBackend:
         return ReferenceAttention()
 
-    def compile_attention(self, _layout: KVLayout) -> None: ...
+    def compile_attention(self, _layout: KVLayout, _types: Types) -> None: ...
 
     def fuse(self, _model: PreTrainedModel, _layout: KVLayout, _types: Types) -> Fused:
         return Fused()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,11 +14,17 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Host:
-    """`available_bytes`: memory that can be taken now without swapping, within the container's limit if any."""
+    """What a cluster needs to know.
+
+    Attributes:
+        available_bytes: memory that can be taken now without swapping, within the container's limit if any.
+        multiplies_bfloat16: whether its CPUs do, on vectors.
+    """
 
     available_bytes: int
     num_cores: int
     num_gpus: int
+    multiplies_bfloat16: bool = False
 
 
 def this_host() -> Host:
@@ -25,6 +32,7 @@ def this_host() -> Host:
         available_bytes=min([psutil.virtual_memory().available, *_cgroup_available()]),
         num_cores=len(os.sched_getaffinity(0)),
         num_gpus=_count_gpus(),
+        multiplies_bfloat16="avx512_bf16" in _cpu_flags(),
     )
 
 
@@ -35,6 +43,11 @@ def human_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def _cpu_flags() -> list[str]:
+    found = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return found.group(1).split() if found else []
 
 
 def _count_gpus() -> int:

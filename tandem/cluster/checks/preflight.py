@@ -296,9 +296,10 @@ class Preflight:
         asked = self.config.cache.dtype
         if self._time_model is not None:
             return Finding("pages", "ok", "simulated")
-        if self._on_gpu and asked not in ("auto", self.dtype):
+        if (self._on_gpu or asked == "float32") and asked not in ("auto", self.dtype):
+            where = "on GPUs " if self._on_gpu else ""
             raise ConfigError(
-                f"cache.dtype is {asked}, but on GPUs pages have the type that is computed in, {self.dtype}; leave "
+                f"cache.dtype is {asked}, but {where}pages have the type that is computed in, {self.dtype}; leave "
                 "cache.dtype out, or set model.dtype",
                 key="cache.dtype",
             )
@@ -484,7 +485,17 @@ class Preflight:
     @property
     def kv_dtype(self) -> str:
         """Of K and V in the pages."""
-        return self.dtype if self.config.cache.dtype == "auto" else self.config.cache.dtype
+        if self.config.cache.dtype != "auto":
+            return self.config.cache.dtype
+        return "bfloat16" if self._multiplies_bfloat16 else self.dtype
+
+    @property
+    def _multiplies_bfloat16(self) -> bool:
+        """As `loader.choose_types` finds it, on a CPU like this host's."""
+        model, own = self.config.model, self.facts.tensors_dtype
+        is_plain = model.quantize == "none" and self.facts.quantization is None and model.kernels != "torch"
+        is_asked = model.dtype == "bfloat16" or (model.dtype == "auto" and own == self.facts.dtype == "bfloat16")
+        return self.host.multiplies_bfloat16 and not self._on_gpu and is_plain and is_asked
 
     @property
     def dtype(self) -> str:
@@ -492,7 +503,7 @@ class Preflight:
         chosen = self.config.model.dtype
         if self._on_gpu:
             return (self.facts.dtype or "float32") if chosen == "auto" else chosen
-        # Where CPUs multiply bfloat16, sums and KV are float32 all the same; the greater need is the safer guess.
+        # Where CPUs multiply bfloat16, sums are float32 all the same; the greater need is the safer guess.
         return "float16" if chosen == "float16" else "float32"
 
     @property

@@ -1,4 +1,4 @@
-"""Attention on the CPU in float32, by the paged kernel."""
+"""Attention on the CPU, by the paged kernels: in float32, or of bfloat16 in tiles."""
 
 from __future__ import annotations
 
@@ -9,18 +9,24 @@ import torch
 from tandem.engine.arena import KVArena
 from tandem.engine.attention.reference import AttentionParams
 from tandem.engine.batch import PagedBatch
-from tandem.engine.cpu.attention_kernel import Reads, attend_call, row_blocks
+from tandem.engine.cpu.attention_kernel import ATTEND, Reads, attend_call, row_blocks
+from tandem.engine.cpu.attention_tiles import ATTEND_IN_TILES
 from tandem.engine.cpu.lending import threads_now
-from tandem.engine.cpu.threads import run
+from tandem.engine.cpu.threads import Kernel, run
+from tandem.engine.layout import KVLayout
 
 
 class CPUAttention:
     """Reads the pages in place, for single tokens and chunks alike."""
 
-    name = "cpu"
+    def __init__(self, num_threads: int, *, in_tiles: bool = False) -> None:
+        """`in_tiles`: queries and weights are rounded to bfloat16; only for pages that tiles take."""
+        self.num_threads, self._in_tiles = num_threads, in_tiles
+        self.name = "cpu, in tiles" if in_tiles else "cpu"
 
-    def __init__(self, num_threads: int) -> None:
-        self.num_threads = num_threads
+    def kernel(self, layout: KVLayout) -> Kernel:
+        """Computes attention over such pages."""
+        return ATTEND_IN_TILES if self._in_tiles else ATTEND[layout.dtype]
 
     def attend(
         self, batch: PagedBatch, arena: KVArena, layer: int, query: torch.Tensor, params: AttentionParams
@@ -57,4 +63,6 @@ class CPUAttention:
             batch.plan = self.plan(Reads(batch.block_tables.numpy(), batch.shared["blocks"]))
         reads = batch.plan["reads"]
         pages = arena.layer(layer).data_ptr()
-        return attend_call(reads, arena.layout, pages, params, num_heads, query, output, num_threads)
+        return attend_call(
+            self.kernel(arena.layout), reads, arena.layout, pages, params, num_heads, query, output, num_threads
+        )

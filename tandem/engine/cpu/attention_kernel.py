@@ -12,6 +12,7 @@ page.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -617,7 +618,13 @@ class Reads:
         )  # fmt: skip
 
 
+@functools.cache
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(n for n in range(1, number + 1) if number % n == 0)
+
+
 def attend_call(
+    kernel: Kernel,
     reads: Reads,
     layout: KVLayout,
     pages: int,
@@ -630,6 +637,7 @@ def attend_call(
     """Attention of each query row over its sequence's tokens `[0, position]`, or the last of them; for `run`.
 
     Args:
+        kernel: of such pages: one of `ATTEND`, or another that takes the same.
         reads: each query row in exactly one of its spans.
         layout: of the pages; `can_attend(layout)`.
         params: its sinks must stay where they are until then.
@@ -642,10 +650,10 @@ def attend_call(
     kv_heads = layout.num_kv_heads
     # With few blocks the KV heads are shared out too, so that every thread has work, and as much as the others where a
     # block is much of it. For rows alone the order of memory is worth more.
-    enough = (16 if reads.has_chunks else 4) * num_threads
-    splits = kv_heads if num_threads > 1 and reads.num_blocks < enough else 1
+    enough = (16 if reads.has_chunks else 4) * num_threads if num_threads > 1 else 1
+    splits = next((n for n in _divisors(kv_heads) if n * reads.num_blocks >= enough), kv_heads)
     sinks = 0 if params.sinks is None else params.sinks.data_ptr()
-    return ATTEND[layout.dtype].call(
+    return kernel.call(
         reads.num_blocks * splits, query, num_heads, layout.head_dim, pages, *reads.words, kv_heads, splits,
         layout.page_size, params.scaling, params.window, params.softcap, sinks, output,
     )  # fmt: skip

@@ -23,8 +23,9 @@ from numba.core import cgutils
 from tandem.engine.cpu import vector_ir as vir
 from tandem.engine.cpu.atomics import float32s
 from tandem.engine.cpu.compiling import called, inlined
+from tandem.engine.cpu.scratch import on_lines
 from tandem.engine.cpu.vector_ir import BFLOAT16, INT8, KV_ITEM_BYTES, SCALE_BYTES
-from tandem.engine.huge_pages import FLOAT_BYTES, LINE_BYTES
+from tandem.engine.huge_pages import FLOAT_BYTES
 
 _IS_WIDE = vir.has_wide_vectors()
 VEC = vir.Vectors(16 if _IS_WIDE else 8)
@@ -101,7 +102,7 @@ def _multiply(builder: Any, row: Any, factors: Any) -> None:
     VEC.store(builder, builder.fmul(VEC.load(builder, row), factors), row)
 
 
-class _Bounds:
+class Bounds:
     """Which lanes see a slot: those that begin at or before it, for so many."""
 
     def __init__(self, builder: Any, lows: Any, lengths: Any) -> None:
@@ -177,7 +178,7 @@ def _weigh_slots(*, masked: bool) -> Any:
         lengths: Any,
     ) -> None:  # fmt: skip
         nothing = VEC.constant(-math.inf)
-        bounds = _Bounds(builder, lows, lengths) if masked else None
+        bounds = Bounds(builder, lows, lengths) if masked else None
         before = VEC.load(builder, greatest)
         found = cgutils.alloca_once_value(builder, before)
         with cgutils.for_range(builder, slots) as loop:
@@ -189,8 +190,7 @@ def _weigh_slots(*, masked: bool) -> Any:
             builder.store(VEC.greater(builder, value, builder.load(found)), found)
         now = builder.load(found)
         rises = builder.fcmp_ordered(">", now, before)
-        any_rise = builder.bitcast(rises, ir.IntType(_LANES))
-        with builder.if_then(builder.icmp_unsigned("!=", any_rise, any_rise.type(0))):
+        with builder.if_then(VEC.any_lane(builder, rises)):
             factors = builder.select(rises, weight_of(builder, builder.fsub(before, now)), VEC.constant(1.0))
             VEC.store(builder, now, greatest)
             _multiply(builder, weight_sum, factors)
@@ -227,7 +227,7 @@ def _add_slots(*, masked: bool) -> Any:
     def emit(
         builder: Any, weights: Any, first: Any, end: Any, values: Any, numbers: Any, total: Any, lows: Any, lengths: Any
     ) -> None:  # fmt: skip
-        bounds = _Bounds(builder, lows, lengths) if masked else None
+        bounds = Bounds(builder, lows, lengths) if masked else None
         value_bytes = builder.mul(numbers, numbers.type(FLOAT_BYTES))
         step = numbers.type(_TILE_NUMBERS)
         with cgutils.for_range_slice(builder, numbers.type(0), numbers, step) as (number, _):
@@ -385,28 +385,20 @@ def attend_lanes(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
 
 
 @inlined
-def _on_lines(count):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    """Memory for so many float32, from the begin of a cache line on."""
-    room = np.empty(count + LINE_BYTES // FLOAT_BYTES, dtype=np.float32)
-    skipped = -room.ctypes.data % LINE_BYTES // FLOAT_BYTES
-    return room[skipped : skipped + count]
-
-
-@inlined
 def make_scratch(lanes, head_dim, page_size):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """Memory for `attend_lanes` with up to so many queries of a KV head."""
     slices = (lanes + _LANES - 1) // _LANES
     padded = (page_size + _LANES - 1) // _LANES * _LANES
     return (
-        _on_lines(slices * _LANES).reshape(slices, _LANES),
-        _on_lines(slices * _LANES).reshape(slices, _LANES),
+        on_lines(slices * _LANES).reshape(slices, _LANES),
+        on_lines(slices * _LANES).reshape(slices, _LANES),
         np.empty(_LANES, dtype=np.int32),
         np.empty(_LANES, dtype=np.int32),
-        _on_lines(slices * head_dim * _LANES).reshape(slices, head_dim * _LANES),
-        _on_lines(slices * head_dim * _LANES).reshape(slices, head_dim * _LANES),
-        _on_lines(padded * _LANES),
-        _on_lines(padded * head_dim),
-        _on_lines(padded * head_dim),
+        on_lines(slices * head_dim * _LANES).reshape(slices, head_dim * _LANES),
+        on_lines(slices * head_dim * _LANES).reshape(slices, head_dim * _LANES),
+        on_lines(padded * _LANES),
+        on_lines(padded * head_dim),
+        on_lines(padded * head_dim),
         np.empty(padded, dtype=np.float32),
         np.empty(padded, dtype=np.float32),
     )

@@ -12,7 +12,8 @@ from tandem.engine.arena import KVArena
 from tandem.engine.attention.interface import AttentionBackend
 from tandem.engine.attention.reference import ReferenceAttention
 from tandem.engine.cpu.attention import CPUAttention
-from tandem.engine.cpu.attention_kernel import ATTEND, can_attend
+from tandem.engine.cpu.attention_kernel import can_attend
+from tandem.engine.cpu.attention_tiles import can_attend_in_tiles
 from tandem.engine.cpu.decode_programs import DecodePrograms
 from tandem.engine.cpu.decoder import FusedDecoder
 from tandem.engine.cpu.draw_kernel import compile_draw_kernel
@@ -45,14 +46,17 @@ class CPUKernels:
             return ""
         return SHORT_IN_TILES if self._tiles and has_bfloat16_tiles() else SHORT
 
-    def attention(self, layout: KVLayout, computed: str | None = None, _sinks: bool = False) -> AttentionBackend:
-        if (computed or layout.dtype) == "float32" and can_attend(layout):
-            return CPUAttention(self._num_threads)
+    def attention(self, layout: KVLayout, types: Types | None = None, _sinks: bool = False) -> AttentionBackend:
+        types = types or Types.all_of(layout.dtype)
+        if types.computed == "float32" and can_attend(layout):
+            in_tiles = types.multiplied == SHORT_IN_TILES and can_attend_in_tiles(layout)
+            return CPUAttention(self._num_threads, in_tiles=in_tiles)
         return ReferenceAttention()
 
-    def compile_attention(self, layout: KVLayout) -> None:
-        if can_attend(layout):
-            ATTEND[layout.dtype].compile()
+    def compile_attention(self, layout: KVLayout, types: Types) -> None:
+        attention = self.attention(layout, types)
+        if isinstance(attention, CPUAttention):
+            attention.kernel(layout).compile()
         compile_draw_kernel()
 
     def fuse(self, model: PreTrainedModel, layout: KVLayout, types: Types) -> Fused:

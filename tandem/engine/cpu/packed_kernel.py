@@ -436,10 +436,10 @@ def _put_together(first, end, arguments):  # type: ignore[no-untyped-def] # prag
 
 
 def _round_rows(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    """Rows `[first, end)` of `x[num_rows, k]` as bfloat16, without gaps."""
-    x, x_stride, k, y = _four_words(arguments)
+    """Rows `[first, end)` of `x[num_rows, k]` as bfloat16; strides in bytes."""
+    x, x_stride, k, y, y_stride = _five_words(arguments)
     for row in range(first, end):
-        source, target = x + row * x_stride, y + row * k * _SHORT_BYTES
+        source, target = x + row * x_stride, y + row * y_stride
         num_vectors = k // _LANES
         _round(source, target, num_vectors)
         for index in range(num_vectors * _LANES, k):
@@ -526,13 +526,13 @@ def _multiply_gated_int4(first, end, arguments):  # type: ignore[no-untyped-def]
     _multiply_gated(_INT4, first, end, arguments)
 
 
-_four_words, _five_words, _ten_words, _eleven_words = words(4), words(5), words(10), words(11)
+_five_words, _ten_words, _eleven_words = words(5), words(10), words(11)
 #: Its items are passes.
 put_together = Kernel(_put_together, "i" * 5)
 
 
 #: Its items are rows.
-round_rows = Kernel(_round_rows, "i" * 4, items_to_share=_ROWS_TO_SHARE)
+round_rows = Kernel(_round_rows, "i" * 5, items_to_share=_ROWS_TO_SHARE)
 
 
 @dataclass(frozen=True)
@@ -564,10 +564,14 @@ class Products:
         """
         before: tuple[bytes, ...] = ()
         if self.rounds:
-            before = (round_rows.call(num_rows, x, x_stride, k, arranged),)
+            # Rows that stay are a line further apart where there are many: at powers of two they share few lines of
+            # the L1 cache.
+            apart = LINE_BYTES if self.in_rows and num_rows > MAX_ROWS else 0
+            stride = k * vir.SHORT_BYTES + apart
+            before = (round_rows.call(num_rows, x, x_stride, k, arranged, stride),)
             k //= 2
-            x, x_stride = arranged, k * FLOAT_BYTES
-            arranged += num_rows * x_stride
+            x, x_stride = arranged, stride
+            arranged += num_rows * stride
         if num_rows <= MAX_ROWS or self.in_rows:
             return before, x, x_stride
         together = put_together.call(_num_passes.py_func(num_rows), x, x_stride, num_rows, k, arranged)

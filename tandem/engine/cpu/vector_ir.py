@@ -87,10 +87,11 @@ def has_bfloat16_products() -> bool:
 
 @functools.cache
 def has_bfloat16_tiles() -> bool:
-    """Whether Numba compiles for tiles of bfloat16, AMX's, and Linux lets this process have them: it is asked, and from
-    then on signal handlers need stacks that hold them."""
+    """Whether Numba compiles for tiles of bfloat16, AMX's, beside such products, and Linux lets this process have them:
+    it is asked, and from then on signal handlers need stacks that hold them."""
     _, _, features = cpu_target.target_context.codegen().magic_tuple()
-    if not {"+amx-tile", "+amx-bf16"} <= set(features.split(",")) or sys.platform != "linux":
+    has_them = has_bfloat16_products() and {"+amx-tile", "+amx-bf16"} <= set(features.split(","))
+    if not has_them or sys.platform != "linux":
         return False
     call = ctypes.CDLL(None, use_errno=True).syscall
     if call(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA):
@@ -328,6 +329,17 @@ class Vectors:
         """As the function of this name."""
         store_bfloat16(builder, value, address, ir.VectorType(_BFLOAT, self.lanes))
 
+    def rounded(self, builder: Any, low: Any, high: Any) -> Any:
+        """The bits of twice as many bfloat16, those of `low` first: rounded to the nearest, or of two to the even one.
+
+        Denormal numbers become zero. For CPUs that have such an instruction, and vectors of sixteen.
+        """
+        result = ir.VectorType(_BFLOAT, 2 * self.lanes)
+        function = ir.FunctionType(result, [self.type, self.type])
+        name = f"llvm.x86.avx512bf16.cvtne2ps2bf16.{8 * self.num_bytes}"
+        both = builder.call(cgutils.get_or_insert_function(builder.module, function, name), [high, low])
+        return builder.bitcast(both, ir.VectorType(_SHORT, 2 * self.lanes))
+
     def store_rounded(self, builder: Any, value: Any, address: Any) -> None:
         """As bfloat16, rounded to the nearest, or of two to the even one: the same bits on all CPUs, and torch's.
 
@@ -342,13 +354,30 @@ class Vectors:
 
     def store_int8(self, builder: Any, value: Any, address: Any) -> None:
         """As the nearest whole numbers, or of two the even ones, of at most 127 by amount; zero for what is NaN."""
-        rounded = self._apply(builder, "rint", value)
+        rounded = self.nearest_whole(builder, value)
         rounded = builder.select(builder.fcmp_ordered("ord", value, value), rounded, self.constant(0.0))
         bytes_ = builder.trunc(builder.fptosi(rounded, self._integers), ir.VectorType(_BYTE, self.lanes))
         builder.store(bytes_, builder.inttoptr(address, bytes_.type.as_pointer())).align = 1
 
     def absolute(self, builder: Any, vector: Any) -> Any:
         return self._apply(builder, "fabs", vector)
+
+    def nearest_whole(self, builder: Any, vector: Any) -> Any:
+        """Of two that are as near, the even one."""
+        return self._apply(builder, "rint", vector)
+
+    def times_power_of_two(self, builder: Any, vector: Any, power: Any) -> Any:
+        """`vector * 2 ** power` of a whole `power`, for AVX-512's vectors of sixteen."""
+        mask, default = ir.IntType(self.lanes), ir.Constant(_INDEX, 4)  # all lanes; rounding as ever
+        function = ir.FunctionType(self.type, [self.type, self.type, self.type, mask, _INDEX])
+        name = f"llvm.x86.avx512.mask.scalef.ps.{8 * self.num_bytes}"
+        scale = cgutils.get_or_insert_function(builder.module, function, name)
+        return builder.call(scale, [vector, power, vector, mask(-1), default])
+
+    def any_lane(self, builder: Any, lanes: Any) -> Any:
+        """Whether it is so of any lane."""
+        bits = builder.bitcast(lanes, ir.IntType(self.lanes))
+        return builder.icmp_unsigned("!=", bits, bits.type(0))
 
     def _apply(self, builder: Any, name: str, vector: Any) -> Any:
         function = ir.FunctionType(self.type, [self.type])

@@ -30,10 +30,10 @@ class CudaKernels:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def attention(self, layout: KVLayout, _computed: str | None = None, sinks: bool = False) -> AttentionBackend:
+    def attention(self, layout: KVLayout, _types: Types | None = None, sinks: bool = False) -> AttentionBackend:
         return select_cuda_backend(layout, self._device, sinks=sinks)
 
-    def compile_attention(self, _layout: KVLayout) -> None: ...
+    def compile_attention(self, _layout: KVLayout, _types: Types) -> None: ...
 
     def fuse(self, model: PreTrainedModel, layout: KVLayout, _types: Types) -> Fused:
         try:

@@ -23,6 +23,7 @@ from tandem.core.config import from_dict, load
 from tandem.core.errors import ConfigError, ModelLoadError, TandemError, UnsupportedModelError
 from tandem.core.identity import Role
 from tandem.core.model_path import TensorHead, read_facts, resolve_model
+from tandem.engine.cpu.vector_ir import has_bfloat16_products
 from tandem.engine.quantized.scheme import read_scheme
 from tandem.engine.quantized.shapes import loaded_bytes
 from tandem.engine.random_model import make_tokenizer
@@ -331,6 +332,39 @@ def test_copies_that_no_worker_makes_are_a_warning(mixed: Path, free_port: int) 
 def test_pages_on_gpus_have_the_models_type(checkpoint: Path, free_port: int, dtype: str) -> None:
     checks = preflight(checkpoint, free_port, cache={"dtype": dtype}, pools={"decode": {"gpus": 1}})
     assert "K and V in bfloat16" in checks.check_cache_dtype().detail
+
+
+@pytest.mark.parametrize(
+    ("model", "cache", "dtype"),
+    [
+        ({}, {}, "bfloat16"),
+        ({"dtype": "bfloat16"}, {}, "bfloat16"),
+        ({}, {"dtype": "float32"}, "float32"),
+        ({"dtype": "float32"}, {}, "float32"),
+        ({"quantize": "int8"}, {}, "float32"),
+        ({"kernels": "torch"}, {}, "float32"),
+    ],
+)
+def test_pages_on_cpus_that_multiply_bfloat16_hold_it(
+    checkpoint: Path, free_port: int, model: dict[str, str], cache: dict[str, str], dtype: str
+) -> None:
+    def found(host: Host) -> str:
+        tree = {"model": {"path": str(checkpoint), **model}, "cache": cache, "http": {"port": free_port}}
+        return Preflight(from_dict(tree), host).check_cache_dtype().detail
+
+    assert f"K and V in {dtype}, " in found(dataclasses.replace(HOST, multiplies_bfloat16=True))
+    assert "K and V in float32, " in found(HOST)
+
+
+def test_pages_have_no_more_bits_than_what_is_computed(checkpoint: Path, free_port: int) -> None:
+    checks = preflight(checkpoint, free_port, cache={"dtype": "float32"},
+                       model={"path": str(checkpoint), "dtype": "float16"})  # fmt: skip
+    with pytest.raises(ConfigError, match=r"cache.dtype is float32, but pages have the type .* float16; leave"):
+        checks.check_cache_dtype()
+
+
+def test_what_this_host_multiplies_is_what_its_kernels_do() -> None:
+    assert this_host().multiplies_bfloat16 == has_bfloat16_products()
 
 
 def test_on_a_gpu_pages_get_a_share_of_what_weights_leave() -> None:

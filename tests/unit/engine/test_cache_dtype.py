@@ -165,7 +165,7 @@ def test_models_that_torch_computes_have_such_pages_too(
 
 
 def test_what_cannot_be_is_refused_by_name(model_dir: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cache.dtype 'int3' is not one of auto, bfloat16, int8") as caught:
+    with pytest.raises(ConfigError, match=r"cache.dtype 'int3' is not one of auto, float32, bfloat16, int8") as caught:
         helpers.load_engine(model_dir, cache_dtype="int3")
     assert caught.value.key == "cache.dtype"
     gpu = torch.device("cuda")

@@ -21,17 +21,31 @@ from tandem.engine.attention.reference import AttentionParams, ReferenceAttentio
 from tandem.engine.batch import PagedBatch, SequenceInput, build_batch
 from tandem.engine.cpu.attention import CPUAttention
 from tandem.engine.cpu.attention_kernel import ATTEND, row_blocks
-from tandem.engine.cpu.vector_ir import has_wide_vectors
+from tandem.engine.cpu.vector_ir import has_bfloat16_tiles, has_wide_vectors
 from tandem.engine.cuda.attention import refusal
 from tandem.engine.cuda.decode_step import DecodeStep
 from tandem.engine.fuse.small_model import has_sinks
 from tandem.engine.layout import KVLayout
+from tandem.engine.loader import Types
 from tandem.engine.select_kernels import kernels_for
 
 # heads, KV heads, head_dim, page size
 SHAPES = [
     (1, 1, 8, 1), (8, 2, 128, 16), (4, 4, 72, 16), (4, 2, 16, 5), (6, 1, 40, 16), (8, 8, 64, 32), (12, 4, 80, 7),
     (10, 2, 24, 32), (24, 12, 32, 16),
+]  # fmt: skip
+IN_TILES = "bfloat16 in tiles"
+#: Of heads and pages that fill tiles: some for which the heads of a row alone take a vector, two or a part of one.
+TILE_SHAPES = [
+    (8, 2, 128, 16), (8, 8, 64, 32), (24, 12, 32, 16), (12, 4, 64, 32), (32, 2, 96, 48), (3, 1, 32, 16),
+    (40, 20, 64, 32), (5, 5, 32, 128),
+]  # fmt: skip
+WAYS = [pytest.param(shape, dtype, id=f"{shape}-{dtype}") for dtype in ATTEND for shape in SHAPES] + [
+    pytest.param(
+        shape, IN_TILES, id=f"{shape}-{IN_TILES}",
+        marks=pytest.mark.skipif(not has_bfloat16_tiles(), reason="this CPU has no tiles of bfloat16"),
+    )
+    for shape in TILE_SHAPES
 ]  # fmt: skip
 WINDOWS = [0, 1, 2, 7, 33, 10_000]
 SOFTCAPS = [0.0, 3.0]
@@ -61,6 +75,14 @@ def ragged(layout: KVLayout, spans: list[tuple[int, int]], seed: int) -> tuple[K
     return arena, build_batch(inputs, layout.page_size, torch.device("cpu"))
 
 
+def attention(way: str, num_threads: int) -> CPUAttention:
+    return CPUAttention(num_threads, in_tiles=way == IN_TILES)
+
+
+def pages_of(way: str) -> str:
+    return "bfloat16" if way == IN_TILES else way
+
+
 def sinks_of(heads: int) -> torch.Tensor:
     """Below, among and above the scores; of one head it counts for nothing."""
     sinks = torch.linspace(-3.0, 6.0, heads)
@@ -69,23 +91,29 @@ def sinks_of(heads: int) -> torch.Tensor:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", ATTEND)
 @pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_cpu_attention_matches_reference(shape: tuple[int, int, int, int], num_threads: int, dtype: str) -> None:
+@pytest.mark.parametrize(("shape", "way"), WAYS)
+def test_cpu_attention_matches_reference(shape: tuple[int, int, int, int], num_threads: int, way: str) -> None:
+    """In tiles weights have 8 bits, and those of a context of 200 tokens are off by 2 ** -9 each."""
     heads, kv_heads, head_dim, page_size = shape
-    layout = KVLayout(1, kv_heads, head_dim, page_size, dtype)
+    layout = KVLayout(1, kv_heads, head_dim, page_size, pages_of(way))
+    far, far_on_average = (0.01, 5e-4) if way == IN_TILES else (1e-5, 1e-6)
     arena, batch = ragged(layout, SPANS, seed=heads)
     query = torch.randn(batch.num_tokens, heads, head_dim, generator=torch.Generator().manual_seed(0))
-    # What a row sees is found by the same code for all types.
-    asked = itertools.product(WINDOWS, SOFTCAPS) if dtype == "float32" else [(0, 0.0), (7, 3.0), (33, 0.0)]
+    if way == IN_TILES:
+        query = query.bfloat16().float()
+    # What a row sees is found by the same code for all types of numbers.
+    is_whole = way in ("float32", IN_TILES)
+    asked = itertools.product(WINDOWS, SOFTCAPS) if is_whole else [(0, 0.0), (7, 3.0), (33, 0.0)]
     for index, (window, softcap) in enumerate(asked):
         sinks = sinks_of(heads) if index % 3 else None
         params = AttentionParams(scaling=0.7 * head_dim**-0.5, window=window, softcap=softcap, sinks=sinks)
         expected = ReferenceAttention().attend(batch, arena, 0, query, params)
-        found = CPUAttention(num_threads).attend(batch, arena, 0, query, params)
+        found = attention(way, num_threads).attend(batch, arena, 0, query, params)
         assert bool(expected.isfinite().all())
-        assert float((found - expected).abs().max()) <= 1e-5, (window, softcap)
+        error = (found - expected).abs()
+        assert float(error.max()) <= far, (window, softcap)
+        assert float(error.mean()) <= far_on_average, (window, softcap)
 
 
 @pytest.mark.processes
@@ -112,8 +140,8 @@ def test_heads_that_fill_no_vectors_take_the_reference() -> None:
 
 def test_queries_of_fewer_bits_take_the_reference_whatever_pages_hold() -> None:
     layout, kernels = KVLayout(1, 2, 24, 32, "bfloat16"), kernels_for(torch.device("cpu"))
-    assert kernels.attention(layout, "float32").name == "cpu"
-    assert kernels.attention(layout, "bfloat16").name == "reference"
+    assert kernels.attention(layout, Types.all_of("float32")).name == "cpu"
+    assert kernels.attention(layout, Types.all_of("bfloat16")).name == "reference"
     assert kernels.attention(layout).name == "reference"
 
 
@@ -139,33 +167,31 @@ def test_reference_is_what_softmax_says() -> None:
                 assert float((found[rows.row + offset, head] - expected).abs().max()) < 1e-5
 
 
-@pytest.mark.parametrize("dtype", ATTEND)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rows_do_not_depend_on_company_or_threads(shape: tuple[int, int, int, int], dtype: str) -> None:
+@pytest.mark.parametrize(("shape", "way"), WAYS)
+def test_rows_do_not_depend_on_company_or_threads(shape: tuple[int, int, int, int], way: str) -> None:
     heads, kv_heads, head_dim, page_size = shape
-    arena, batch = ragged(KVLayout(1, kv_heads, head_dim, page_size, dtype), SPANS, seed=2)
+    arena, batch = ragged(KVLayout(1, kv_heads, head_dim, page_size, pages_of(way)), SPANS, seed=2)
     query = torch.randn(batch.num_tokens, heads, head_dim, generator=torch.Generator().manual_seed(0))
     params = AttentionParams(scaling=0.2, sinks=sinks_of(heads))
-    together = CPUAttention(num_threads=2).attend(batch, arena, 0, query, params)
+    together = attention(way, 2).attend(batch, arena, 0, query, params)
     for rows in batch.sequences:
         pages = batch.block_tables[rows.index].tolist()
         alone = build_batch([SequenceInput([0] * rows.num_rows, rows.start, pages, 0)], page_size, torch.device("cpu"))
         chunk = slice(rows.row, rows.row + rows.num_rows)
         for num_threads in (1, 2):  # on two the KV heads of so few blocks are shared out
-            found = CPUAttention(num_threads).attend(alone, arena, 0, query[chunk], params)
+            found = attention(way, num_threads).attend(alone, arena, 0, query[chunk], params)
             assert torch.equal(found, together[chunk])
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", ATTEND)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rows_do_not_depend_on_how_a_chunk_is_cut(shape: tuple[int, int, int, int], dtype: str) -> None:
+@pytest.mark.parametrize(("shape", "way"), WAYS)
+def test_rows_do_not_depend_on_how_a_chunk_is_cut(shape: tuple[int, int, int, int], way: str) -> None:
     heads, kv_heads, head_dim, page_size = shape
-    arena, batch = ragged(KVLayout(1, kv_heads, head_dim, page_size, dtype), SPANS, seed=heads)
+    arena, batch = ragged(KVLayout(1, kv_heads, head_dim, page_size, pages_of(way)), SPANS, seed=heads)
     query = torch.randn(batch.num_tokens, heads, head_dim, generator=torch.Generator().manual_seed(0))
     for window, softcap in ((0, 0.0), (33, 3.0)):
         params = AttentionParams(scaling=0.7 * head_dim**-0.5, window=window, softcap=softcap)
-        whole = CPUAttention(num_threads=1).attend(batch, arena, 0, query, params)
+        whole = attention(way, 1).attend(batch, arena, 0, query, params)
         for lengths in ((1,), (3, 5, 1), (17,)):
             pieces = []
             for rows in batch.sequences:
@@ -177,7 +203,7 @@ def test_rows_do_not_depend_on_how_a_chunk_is_cut(shape: tuple[int, int, int, in
                         break
                     begin = end
             cut = build_batch(pieces, page_size, torch.device("cpu"))
-            assert torch.equal(CPUAttention(num_threads=2).attend(cut, arena, 0, query, params), whole), lengths
+            assert torch.equal(attention(way, 2).attend(cut, arena, 0, query, params), whole), lengths
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 7, 17, 71])
@@ -191,17 +217,22 @@ def test_blocks_hold_each_row_once(group: int) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 64])
-def test_a_row_meets_nothing_of_what_only_others_of_its_chunk_see(num_rows: int) -> None:
-    layout, window, spoilt = KVLayout(1, 2, 16, 16, "float32"), 9, 20
+@pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
+@pytest.mark.parametrize(("shape", "way"), [((6, 2, 16, 16), "float32"), WAYS[-3], WAYS[-1]])
+def test_a_row_meets_nothing_of_what_only_others_of_its_chunk_see(
+    shape: tuple[int, int, int, int], way: str, part: int, num_rows: int
+) -> None:
+    heads, kv_heads, head_dim, page_size = shape
+    layout, window, spoilt = KVLayout(1, kv_heads, head_dim, page_size, pages_of(way)), 9, 20
     arena, batch = ragged(layout, [(0, 64)], seed=3)
     table = batch.block_tables[0].tolist()
     pieces = [SequenceInput([0] * num_rows, start, table, 0) for start in range(0, 64, num_rows)]
     cut = build_batch(pieces, layout.page_size, torch.device("cpu"))
-    query = torch.randn(64, 6, 16, generator=torch.Generator().manual_seed(0))
+    query = torch.randn(64, heads, head_dim, generator=torch.Generator().manual_seed(0))
     params = AttentionParams(scaling=0.3, window=window)
-    clean = CPUAttention(num_threads=1).attend(cut, arena, 0, query, params)
-    arena.tensor[0, table[spoilt // 16], :, spoilt % 16] = torch.nan
-    found = CPUAttention(num_threads=1).attend(cut, arena, 0, query, params)
+    clean = attention(way, 1).attend(cut, arena, 0, query, params)
+    arena.tensor[0, table[spoilt // page_size], part, spoilt % page_size] = torch.nan
+    found = attention(way, 1).attend(cut, arena, 0, query, params)
     see_it = slice(spoilt, spoilt + window)
     assert bool(found[see_it].isnan().all())
     assert torch.equal(found[:spoilt], clean[:spoilt])

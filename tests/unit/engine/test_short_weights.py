@@ -266,6 +266,8 @@ def test_products_of_bfloat16_are_near_and_the_same_bits_however_the_work_is_cut
     exact = helpers.load_engine(model_dir, dtype="float32")
     assert (engine.linear, engine.types) == (linear, Types("float32", "bfloat16", multiplied))
     assert engine.fused == exact.fused
+    fits = engine.layout.head_dim % 32 == 0
+    assert engine.attention == ("cpu, in tiles" if fits and multiplied == loader.SHORT_IN_TILES else "cpu")
     assert_the_same_bits_however_the_work_is_cut(engine, threaded)
     ours, theirs = (logits_of_a_prompt(one) for one in (engine, exact))
     assert not torch.equal(ours, theirs), "it is a type of its own"
@@ -292,7 +294,9 @@ def test_only_workers_that_multiply_alike_share_pages(tmp_path: Path) -> None:
     auto, asked, exact = (helpers.load_engine(model_dir, dtype=dtype) for dtype in ("auto", "bfloat16", "float32"))
     assert auto.weights_sha256 == asked.weights_sha256
     assert auto.weights_sha256 != exact.weights_sha256
-    assert auto.layout == exact.layout, "KV is float32 in both"
+    assert (auto.layout.dtype, exact.layout.dtype) == ("bfloat16", "float32")
+    wide = helpers.load_engine(model_dir, cache_dtype="float32")
+    assert (wide.layout, wide.types, wide.attention) == (exact.layout, auto.types, "cpu")
     vectors = helpers.load_engine(model_dir, kernels="vectors")
     assert (vectors.weights_sha256 == auto.weights_sha256) is not has_bfloat16_tiles()
 

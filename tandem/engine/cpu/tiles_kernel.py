@@ -170,8 +170,7 @@ def _multiply_gated(first, end, arguments):  # type: ignore[no-untyped-def] # pr
     x, x_stride, num_rows, k, panels, num_pairs, bias, _both, _scales, _group, y = _eleven_words(arguments)
     y_stride, panel_bytes, num_tiles = num_pairs * _OUTPUT_BYTES, k * _STEP_BYTES, k // _STEPS
     most = _rows_at_once(x_stride)
-    both = on_lines(2 * PANEL * _PAIR)
-    both_at, both_stride = both.ctypes.data, 2 * _OUTPUT_BYTES
+    both, both_stride = on_lines(2 * PANEL * _PAIR), 2 * _OUTPUT_BYTES
     for begin in range(0, num_rows, most):
         behind = min(begin + most, num_rows)
         _begin(min(behind - begin, _PAIR))
@@ -184,7 +183,8 @@ def _multiply_gated(first, end, arguments):  # type: ignore[no-untyped-def] # pr
                 if left < _PAIR and row > begin:
                     _begin(left)
                 for half in range(2):
-                    index, place = 2 * pair + half, both_at + half * _OUTPUT_BYTES
+                    # Memory is freed behind the last use of its name, whoever has the address.
+                    index, place = 2 * pair + half, both.ctypes.data + half * _OUTPUT_BYTES
                     panel = panels + index * panel_bytes
                     ahead = panel + 2 * panel_bytes + (row - begin) // _PAIR * lines * num_tiles * LINE_BYTES
                     _multiply_rows(
@@ -194,7 +194,7 @@ def _multiply_gated(first, end, arguments):  # type: ignore[no-untyped-def] # pr
                         for member in range(left):
                             add_bias(place + member * both_stride, bias + index * _OUTPUT_BYTES)
                 for member in range(left):
-                    gate(both_at + member * both_stride, y + (row + member) * y_stride + pair * _OUTPUT_BYTES)
+                    gate(both.ctypes.data + member * both_stride, y + (row + member) * y_stride + pair * _OUTPUT_BYTES)
     release()
 
 

@@ -140,6 +140,38 @@ def test_gated_products_in_tiles_are_the_same_for_each_row_alone(num_in: int, nu
     assert mlp(x[:0]).shape == (0, num_in)
 
 
+_BESIDE_OTHERS = """
+import threading, numpy as np, torch
+from torch import nn
+from tandem.engine.cpu.modules import FusedGatedMLP
+
+with torch.inference_mode():
+    sizes = (1024, 2048), (1024, 2048), (2048, 1024)
+    mlp = FusedGatedMLP(*(nn.Linear(*size, bias=False, dtype=torch.bfloat16) for size in sizes), 1)
+    mlp.panels.multiply_short(in_tiles=True)
+    x = torch.randn(256, 1024)
+    expected = mlp(x)
+    found = []
+    compute = torch.inference_mode()(lambda: found.extend(mlp(x) for _ in range(20)))
+    worker = threading.Thread(target=compute)
+    worker.start()
+    while worker.is_alive():
+        others = [np.zeros(2048 + extra, dtype=np.float32) for extra in range(0, 64, 4)]
+        assert not any(other.any() for other in others)
+    assert len(found) == 20 and all(torch.equal(one, expected) for one in found)
+"""
+
+
+@in_tiles
+@pytest.mark.processes
+def test_a_kernel_keeps_its_memory_as_long_as_it_computes() -> None:
+    """What others allocate meanwhile is theirs, also where it is as large and all threads have one heap."""
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}
+    command = [sys.executable, "-c", _BESIDE_OTHERS]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
 def mlp_down(mlp: FusedGatedMLP) -> torch.Tensor:
     """`[inner, out]`: of weights, as products with a unit each."""
     return mlp.down(torch.eye(70)).double()

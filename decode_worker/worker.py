@@ -372,7 +372,7 @@ def _drafts(parts: WorkerParts, draft: Engine, clock: Clock) -> Drafts:
 
 
 def _num_rows(engine: StepEngine) -> int:
-    return guess_rows(on_cpu=engine.on_cpu, widens=engine.types.widens)
+    return guess_rows(on_cpu=engine.on_cpu, widens=engine.types.widens, in_tiles=engine.types.in_tiles)
 
 
 class _DecodeService(decode_pb2_grpc.DecodeServiceServicer):

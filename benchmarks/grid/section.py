@@ -28,19 +28,22 @@ def section(contents: Sequence[Content]) -> Iterator[str]:
     yield from wrapped(_introduction(found, len(places)))
     yield ""
     yield from (f"- **Warning**: {text}" for text in _warnings(found))
-    for (model, dtype, is_open), of in groupby(found, key=_table_of):
+    for (machine, model, dtype, is_open), of in groupby(sorted(found, key=_table_of), key=_table_of):
         points = list(of)
         yield ""
         how = "arrivals by chance, at 0.9 of the rate that vLLM reached" if is_open else "as many clients as said"
         yield f"### {model}, {dtype}: {how}"
+        yield ""
+        yield f"On {machine}."
         for aim in AIMS:
             yield from _heat_map(aim, points)
         yield from _goals(points)
 
 
-def _table_of(content: Content) -> tuple[str, str, bool]:
+def _table_of(content: Content) -> tuple[str, str, str, bool]:
+    """Points of one machine, model and type."""
     point = point_of(content)
-    return point.model, point.dtype, point.is_open
+    return hardware_words(content["settings"]["machine"]), point.model, point.dtype, point.is_open
 
 
 def _introduction(found: Sequence[Content], num_points: int) -> str:
@@ -50,8 +53,8 @@ def _introduction(found: Sequence[Content], num_points: int) -> str:
     when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
     peer = f", vLLM with {listed(settings['peer_versions'])}" if "peer_versions" in settings else ""
     return (
-        f"{len(found)} of {num_points} points, measured by `make bench-grid` on {when}, on "
-        f"{hardware_words(settings['machine'])}; Tandem at {', '.join(codes_of(TANDEM, runs))}{peer}. "
+        f"{len(found)} of {num_points} points, measured by `make bench-grid` on {when}; "
+        f"Tandem at {', '.join(codes_of(TANDEM, runs))}{peer}. "
         "Rows are tokens of a prompt, columns clients; in brackets tokens of an output. Each cell is Tandem's figure "
         "over the other server's, of one run each, with the same prompts: at least a thousand gaps between tokens. "
         f"{_REACHED} its goal is reached, {_NEARLY} missed by less than a tenth, {_MISSED} missed, {_WITHOUT_GOAL} it "

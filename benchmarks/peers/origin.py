@@ -18,7 +18,8 @@ TOGETHER = timedelta(hours=2)
 
 def hardware_words(machine: dict[str, Any]) -> str:
     """In one line."""
-    return f"{machine['cpu']}, {machine['num_cores']} cores, {machine['memory_gib']} GiB, {machine['system']}"
+    has = f" with {', '.join(machine['instructions'])}" if "instructions" in machine else ""
+    return f"{machine['cpu']}{has}, {machine['num_cores']} cores, {machine['memory_gib']} GiB, {machine['system']}"
 
 
 def codes_of(contestant: str, items: Sequence[Run]) -> list[str]:

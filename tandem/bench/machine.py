@@ -12,6 +12,8 @@ from typing import Any
 
 from tandem.core.version import version
 
+# What kernels are made of, by Linux' names.
+_INSTRUCTIONS = {"avx2": "AVX2", "avx512f": "AVX-512", "avx512_bf16": "BF16", "avx512_vnni": "VNNI", "amx_bf16": "AMX"}
 _PACKAGES = ("torch", "numpy", "numba", "transformers", "triton", "nixl-cu12", "ray", "grpcio", "uvloop", "vllm")
 
 
@@ -19,6 +21,7 @@ def machine() -> dict[str, Any]:
     """The host on which the generator runs, which is the server's where that is local."""
     return {
         "cpu": _cpu_model(),
+        "instructions": _instructions(),
         "num_cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -42,5 +45,15 @@ def now() -> str:
 
 
 def _cpu_model() -> str:
-    found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return found[1] if found else platform.processor()
+    return _of_cpu("model name") or platform.processor()
+
+
+def _instructions() -> list[str]:
+    flags = set(_of_cpu("flags").split())
+    return [name for flag, name in _INSTRUCTIONS.items() if flag in flags]
+
+
+def _of_cpu(what: str) -> str:
+    """Of the first one; empty where Linux does not say it."""
+    found = re.search(rf"^{what}\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return found[1] if found else ""

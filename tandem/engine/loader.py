@@ -131,7 +131,17 @@ class Types:
     @property
     def widens(self) -> bool:
         """Whether weights have fewer bits in memory than they are multiplied in."""
-        return bool(self.quantized) or self.multiplied == "float32" != self.stored
+        return self.multiplied == "float32" and (bool(self.quantized) or self.stored != "float32")
+
+    @property
+    def multiplies_short(self) -> bool:
+        """Whether both factors are bfloat16 in linear layers, whatever else is computed in."""
+        return self.multiplied in (SHORT, SHORT_IN_TILES)
+
+    @property
+    def in_tiles(self) -> bool:
+        """Whether sixteen rows are multiplied at once."""
+        return self.multiplied == SHORT_IN_TILES
 
     @classmethod
     def all_of(cls, dtype: str) -> Types:
@@ -179,11 +189,15 @@ def choose_types(
             )
         if dtype not in ("auto", "float32"):
             raise ConfigError(
-                f"with weights of fewer than 16 bits all is computed in float32; leave model.dtype: {dtype} out",
+                "weights of fewer than 16 bits are multiplied in float32, or in bfloat16 if the checkpoint is of that "
+                f"and the CPU has tiles for it; leave model.dtype: {dtype} out",
                 key="model.dtype",
             )
         only_stored = quantize == "none"
-        return Types("float32", stored, "float32", kept_as if only_stored else quantize, only_stored)
+        # On lanes whole numbers become float32, which takes no longer.
+        is_short = dtype == "auto" and own == tensors == "bfloat16" and short_products() == SHORT_IN_TILES
+        multiplied = SHORT_IN_TILES if is_short else "float32"
+        return Types("float32", stored, multiplied, kept_as if only_stored else quantize, only_stored)
     if device.type != "cpu":
         return Types.all_of(own if dtype == "auto" else dtype)
     asked = own if dtype == "auto" else dtype
@@ -200,7 +214,7 @@ def choose_kv_dtype(dtype: str, types: Types, device: torch.device) -> str:
     if dtype not in KV_DTYPES:
         raise ConfigError(f"cache.dtype {dtype!r} is not one of {', '.join(KV_DTYPES)}", key="cache.dtype")
     if dtype == "auto":
-        return "bfloat16" if types.multiplied in (SHORT, SHORT_IN_TILES) else types.computed
+        return "bfloat16" if types.multiplies_short else types.computed
     if (device.type != "cpu" or dtype == "float32") and dtype != types.computed:
         raise ConfigError(
             f"cache.dtype is {dtype}, but on {device} the pages have the type that is computed in, {types.computed}; "
@@ -407,7 +421,7 @@ def weights_sha256(model: PreTrainedModel, types: Types) -> str:
     """
     digest = hashlib.sha256()
     if types.multiplied != types.computed:
-        attention = " and attention" if types.multiplied == SHORT_IN_TILES else ""
+        attention = " and attention" if types.in_tiles else ""
         digest.update(f"products{attention} of {types.multiplied}\n".encode())
     if types.quantized:
         which = "quantised weights kept as" if types.only_stored else "weights rounded to"

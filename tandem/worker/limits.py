@@ -13,9 +13,9 @@ from tandem.worker.batch import SchedulerLimits
 _NUM_TO_PAIR = 4
 
 # A decode step of so many rows takes hardly longer than one of a single row (docs/benchmarks.md, kernels): fewer where
-# weights are widened on their way, which then takes longer than to read them. None on a GPU: its captured steps have
-# one row for each sequence.
-_CPU_GUESS_ROWS, _WIDENED_GUESS_ROWS, _GPU_GUESS_ROWS = 12, 5, 0
+# weights are widened on their way, which then takes longer than to read them; as many as a tile has where there are
+# tiles. None on a GPU: its captured steps have one row for each sequence.
+_CPU_GUESS_ROWS, _WIDENED_GUESS_ROWS, _TILE_GUESS_ROWS, _GPU_GUESS_ROWS = 12, 5, 16, 0
 
 # Where nothing is configured a batch has as many sequences as there is room for with so many tokens each: with fewer
 # places requests wait for one after their first token.
@@ -51,11 +51,17 @@ def num_to_pair(config: Config, site: Site) -> int:
     return _NUM_TO_PAIR if is_worth_it else 0
 
 
-def guess_rows(*, on_cpu: bool, widens: bool) -> int:
-    """Rows of a decode step up to which guesses are computed beside its tokens. `widens`: weights have fewer bits than
-    they are multiplied in."""
+def guess_rows(*, on_cpu: bool, widens: bool, in_tiles: bool) -> int:
+    """Rows of a decode step up to which guesses are computed beside its tokens.
+
+    Args:
+        widens: weights have fewer bits than they are multiplied in.
+        in_tiles: many rows are multiplied at once.
+    """
     if not on_cpu:
         return _GPU_GUESS_ROWS
+    if in_tiles:
+        return _TILE_GUESS_ROWS
     return _WIDENED_GUESS_ROWS if widens else _CPU_GUESS_ROWS
 
 

@@ -18,21 +18,25 @@ class Host:
 
     Attributes:
         available_bytes: memory that can be taken now without swapping, within the container's limit if any.
-        multiplies_bfloat16: whether its CPUs do, on vectors.
+        multiplies_bfloat16: whether its CPUs do, on vectors (AVX512_BF16).
+        has_tiles: whether they do it in tiles, too (AMX).
     """
 
     available_bytes: int
     num_cores: int
     num_gpus: int
     multiplies_bfloat16: bool = False
+    has_tiles: bool = False
 
 
 def this_host() -> Host:
+    flags = _cpu_flags()
     return Host(
         available_bytes=min([psutil.virtual_memory().available, *_cgroup_available()]),
         num_cores=len(os.sched_getaffinity(0)),
         num_gpus=_count_gpus(),
-        multiplies_bfloat16="avx512_bf16" in _cpu_flags(),
+        multiplies_bfloat16="avx512_bf16" in flags,
+        has_tiles={"avx512_bf16", "amx_bf16"} <= flags,
     )
 
 
@@ -45,9 +49,9 @@ def human_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def _cpu_flags() -> list[str]:
+def _cpu_flags() -> set[str]:
     found = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return found.group(1).split() if found else []
+    return set(found.group(1).split()) if found else set()
 
 
 def _count_gpus() -> int:

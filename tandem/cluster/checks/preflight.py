@@ -493,9 +493,11 @@ class Preflight:
     def _multiplies_bfloat16(self) -> bool:
         """As `loader.choose_types` finds it, on a CPU like this host's."""
         model, own = self.config.model, self.facts.tensors_dtype
-        is_plain = model.quantize == "none" and self.facts.quantization is None and model.kernels != "torch"
+        can = self.host.multiplies_bfloat16 and model.kernels != "torch"
+        if model.quantize != "none" or self.facts.quantization is not None:
+            can = self.host.has_tiles and model.kernels == "auto"
         is_asked = model.dtype == "bfloat16" or (model.dtype == "auto" and own == self.facts.dtype == "bfloat16")
-        return self.host.multiplies_bfloat16 and not self._on_gpu and is_plain and is_asked
+        return can and is_asked and not self._on_gpu
 
     @property
     def dtype(self) -> str:

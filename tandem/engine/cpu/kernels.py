@@ -49,8 +49,7 @@ class CPUKernels:
     def attention(self, layout: KVLayout, types: Types | None = None, _sinks: bool = False) -> AttentionBackend:
         types = types or Types.all_of(layout.dtype)
         if types.computed == "float32" and can_attend(layout):
-            in_tiles = types.multiplied == SHORT_IN_TILES and can_attend_in_tiles(layout)
-            return CPUAttention(self._num_threads, in_tiles=in_tiles)
+            return CPUAttention(self._num_threads, in_tiles=types.in_tiles and can_attend_in_tiles(layout))
         return ReferenceAttention()
 
     def compile_attention(self, layout: KVLayout, types: Types) -> None:
@@ -71,10 +70,9 @@ class CPUKernels:
         widen(model)
         if types.quantized:
             linear += f" {types.quantized}"
-        elif types.multiplied in (SHORT, SHORT_IN_TILES):
-            in_tiles = types.multiplied == SHORT_IN_TILES
-            multiply_short(model, in_tiles=in_tiles)
-            linear += " in tiles" if in_tiles else " by two"
+        if types.multiplies_short:
+            multiply_short(model, in_tiles=types.in_tiles)
+            linear += " in tiles" if types.in_tiles else " by two"
         return Fused(parts, linear)
 
     def decoder(self, model: PreTrainedModel, layout: KVLayout, _max_context: int) -> FusedDecoder | None:

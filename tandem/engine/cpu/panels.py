@@ -10,6 +10,7 @@ from torch import nn
 
 from tandem.engine.cpu.packed_kernel import BY_TWO, PANEL, PRODUCTS, QUANTIZED
 from tandem.engine.cpu.tiles_kernel import IN_TILES, TILE_NUMBERS
+from tandem.engine.cpu.tiles_quantized import QUANTIZED_IN_TILES
 from tandem.engine.cpu.vector_ir import INT4_PER_WORD, has_bfloat16_tiles
 from tandem.engine.huge_pages import weight_memory
 
@@ -71,7 +72,13 @@ class Panels:
 
     def multiply_short(self, *, in_tiles: bool = False) -> None:
         """From now on multiply in bfloat16, if the weights are of that type and K is even: in tiles, if that is asked
-        for, this process may, and K is made of whole ones."""
+        for, this process may, and K is made of whole ones. Whole numbers multiply so in tiles alone, where their groups
+        are made of whole ones, too."""
+        if self.scales is not None:
+            is_whole = not (self._num_in % TILE_NUMBERS or self.group * self.products.per_step % TILE_NUMBERS)
+            if in_tiles and is_whole and has_bfloat16_tiles():
+                self.products = QUANTIZED_IN_TILES[4 if self.numbers.dtype is torch.int32 else 8]
+            return
         if self.numbers.dtype is not torch.bfloat16 or self._num_in % 2:
             return
         for panel in self.numbers:  # in place: the numbers of two steps beside each other

@@ -41,8 +41,10 @@ _STEPS = TILE_NUMBERS // 2
 _CACHED_BYTES = 1 << 20
 # Rows for which weights are read once, at least: with fewer memory is the limit.
 _FEWEST_AT_ONCE = 128
-# Rows of a pass, at most; tiles of K of so many rows that stay in the cache.
-_PAIR, _MOST_TILES = 2 * ROWS, _CACHED_BYTES // _FEWEST_AT_ONCE // ROW_BYTES
+#: Rows of a pass, at most.
+PAIR = 2 * ROWS
+# Tiles of K of so many rows that stay in the cache.
+_MOST_TILES = _CACHED_BYTES // _FEWEST_AT_ONCE // ROW_BYTES
 # Of a panel, lines for each tile of K; passes of which each fetches a share of the next panel, at least.
 _PANEL_LINES, _LEAST_PASSES = _STEPS * _STEP_BYTES // LINE_BYTES, 2
 # Registers: of sums, for the first and the second 16 rows, each of 16 outputs and the next; of rows; of weights.
@@ -100,9 +102,9 @@ _one_block, _two_blocks = _make_pass(1), _make_pass(2)
 
 
 @inlined
-def _rows_at_once(row_bytes):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+def rows_at_once(row_bytes):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """So many rows of so many bytes stay in a core's cache while panel after panel is multiplied with them."""
-    return max(_FEWEST_AT_ONCE, _CACHED_BYTES // row_bytes // _PAIR * _PAIR)
+    return max(_FEWEST_AT_ONCE, _CACHED_BYTES // row_bytes // PAIR * PAIR)
 
 
 @inlined
@@ -111,19 +113,19 @@ def _lines_ahead(num_rows):  # type: ignore[no-untyped-def] # pragma: no cover -
 
     Few rows run at the speed of memory by themselves.
     """
-    num_passes = (num_rows + _PAIR - 1) // _PAIR
+    num_passes = (num_rows + PAIR - 1) // PAIR
     return (_PANEL_LINES + num_passes - 1) // num_passes if num_passes >= _LEAST_PASSES else 0
 
 
 @inlined
-def _begin(num_rows):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+def begin_pass(num_rows):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """Configure the registers for a pass of so many rows: of two whole tiles, or of fewer."""
     _configure(min(num_rows, ROWS), max(1, min(num_rows - ROWS, ROWS)))
 
 
 @inlined
-def _multiply_rows(x, x_stride, num_rows, panel, num_tiles, y, y_stride, adds, ahead, lines):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    """A panel and up to a pair of tiles of rows, behind `_begin`."""
+def multiply_rows(x, x_stride, num_rows, panel, num_tiles, y, y_stride, adds, ahead, lines):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """A panel and up to a pair of tiles of rows, behind `begin`."""
     if num_rows > ROWS:
         _two_blocks(x, x_stride, panel, num_tiles, y, y_stride, adds, ahead, lines)
     else:
@@ -137,25 +139,25 @@ def _multiply(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: 
     # Of long rows a part at a time.
     num_tiles = k // _STEPS
     most_tiles = min(num_tiles, _MOST_TILES)
-    most = _rows_at_once(most_tiles * ROW_BYTES)
+    most = rows_at_once(most_tiles * ROW_BYTES)
     for begin in range(0, num_rows, most):
         behind = min(begin + most, num_rows)
         for tile in range(0, num_tiles, most_tiles):
             of_x, of_panels = x + tile * ROW_BYTES, panels + tile * _STEPS * _STEP_BYTES
             count = min(most_tiles, num_tiles - tile)
             lines = _lines_ahead(behind - begin)
-            _begin(min(behind - begin, _PAIR))
+            begin_pass(min(behind - begin, PAIR))
             for index in range(first, end):
                 panel, outputs = of_panels + index * panel_bytes, y + index * _OUTPUT_BYTES
-                if (behind - begin) % _PAIR and behind - begin > _PAIR:
-                    _begin(_PAIR)
-                for row in range(begin, behind, _PAIR):
-                    left = min(behind - row, _PAIR)
-                    if left < _PAIR and row > begin:
-                        _begin(left)
+                if (behind - begin) % PAIR and behind - begin > PAIR:
+                    begin_pass(PAIR)
+                for row in range(begin, behind, PAIR):
+                    left = min(behind - row, PAIR)
+                    if left < PAIR and row > begin:
+                        begin_pass(left)
                     place = outputs + row * y_stride
-                    ahead = panel + panel_bytes + (row - begin) // _PAIR * lines * count * LINE_BYTES
-                    _multiply_rows(
+                    ahead = panel + panel_bytes + (row - begin) // PAIR * lines * count * LINE_BYTES
+                    multiply_rows(
                         of_x + row * x_stride, x_stride, left, panel, count, place, y_stride, tile, ahead, lines
                     )  # fmt: skip
                     if bias and tile + count == num_tiles:
@@ -169,25 +171,25 @@ def _multiply_gated(first, end, arguments):  # type: ignore[no-untyped-def] # pr
     gated."""
     x, x_stride, num_rows, k, panels, num_pairs, bias, _both, _scales, _group, y = _eleven_words(arguments)
     y_stride, panel_bytes, num_tiles = num_pairs * _OUTPUT_BYTES, k * _STEP_BYTES, k // _STEPS
-    most = _rows_at_once(x_stride)
-    both, both_stride = on_lines(2 * PANEL * _PAIR), 2 * _OUTPUT_BYTES
+    most = rows_at_once(x_stride)
+    both, both_stride = on_lines(2 * PANEL * PAIR), 2 * _OUTPUT_BYTES
     for begin in range(0, num_rows, most):
         behind = min(begin + most, num_rows)
-        _begin(min(behind - begin, _PAIR))
+        begin_pass(min(behind - begin, PAIR))
         lines = _lines_ahead(behind - begin)
         for pair in range(first, end):
-            if (behind - begin) % _PAIR and behind - begin > _PAIR:
-                _begin(_PAIR)
-            for row in range(begin, behind, _PAIR):
-                left = min(behind - row, _PAIR)
-                if left < _PAIR and row > begin:
-                    _begin(left)
+            if (behind - begin) % PAIR and behind - begin > PAIR:
+                begin_pass(PAIR)
+            for row in range(begin, behind, PAIR):
+                left = min(behind - row, PAIR)
+                if left < PAIR and row > begin:
+                    begin_pass(left)
                 for half in range(2):
                     # Memory is freed behind the last use of its name, whoever has the address.
                     index, place = 2 * pair + half, both.ctypes.data + half * _OUTPUT_BYTES
                     panel = panels + index * panel_bytes
-                    ahead = panel + 2 * panel_bytes + (row - begin) // _PAIR * lines * num_tiles * LINE_BYTES
-                    _multiply_rows(
+                    ahead = panel + 2 * panel_bytes + (row - begin) // PAIR * lines * num_tiles * LINE_BYTES
+                    multiply_rows(
                         x + row * x_stride, x_stride, left, panel, num_tiles, place, both_stride, 0, ahead, lines
                     )  # fmt: skip
                     if bias:

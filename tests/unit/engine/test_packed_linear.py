@@ -18,10 +18,11 @@ from transformers.pytorch_utils import Conv1D
 
 from tandem.engine.cpu import packed_linear, vector_ir
 from tandem.engine.cpu.modules import FusedGatedMLP
-from tandem.engine.cpu.packed_kernel import BY_TWO
+from tandem.engine.cpu.packed_kernel import BY_TWO, QUANTIZED
 from tandem.engine.cpu.packed_linear import PackedLinear, pack
 from tandem.engine.cpu.panels import Rounding
 from tandem.engine.cpu.tiles_kernel import IN_TILES
+from tandem.engine.cpu.tiles_quantized import QUANTIZED_IN_TILES
 from tandem.engine.cpu.vector_ir import has_bfloat16_products, has_bfloat16_tiles, has_wide_vectors
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -248,6 +249,57 @@ def test_whole_numbers_are_near_and_each_row_is_its_own(num_out: int, num_in: in
         for rows in ROWS:
             assert torch.equal(packed(x[:rows]), alone[:rows]), f"{rows} rows"
             assert torch.equal(packed(x[70 - rows :]), alone[70 - rows :]), f"the last {rows} rows"
+
+
+@in_tiles
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    ("num_out", "num_in", "group"),
+    [(32, 32, 128), (96, 768, 128), (50, 1056, 128), (200, 320, 64), (40, 8192, 128), (33, 1280, 640)],
+)
+def test_whole_numbers_in_tiles_meet_rounded_rows_and_each_row_is_its_own(
+    num_out: int, num_in: int, group: int, bits: int
+) -> None:
+    """Of 8,192 numbers 128 rows go together; groups of 640 are unpacked in two parts."""
+    weight, bias = draw(num_out, num_in, seed=1), draw(num_out, seed=2)
+    plain, packed, threaded = (PackedLinear(weight, bias, num_threads) for num_threads in (1, 1, 2))
+    for each in (plain, packed, threaded):
+        each.panels.quantize(Rounding(bits, group))
+    for each in (packed, threaded):
+        each.panels.multiply_short(in_tiles=True)
+        assert each.panels.products is QUANTIZED_IN_TILES[bits]
+    x = draw(70, num_in, seed=3)
+    exact = x.bfloat16().double() @ (weights_of(plain) - bias[:, None]).double().T + bias.double()
+    alone = torch.cat([packed(row[None]) for row in x])
+    torch.testing.assert_close(alone.double(), exact, rtol=1e-5, atol=2e-5 * num_in**0.5)
+    for rows in range(1, 71):
+        assert torch.equal(packed(x[:rows]), alone[:rows]), f"{rows} rows"
+        assert torch.equal(threaded(x[70 - rows :]), alone[70 - rows :]), f"the last {rows} rows"
+    assert torch.equal(packed(torch.cat([x] * 4)), torch.cat([alone] * 4)), "280 rows"
+    assert packed(x[:0]).shape == (0, num_out)
+
+
+@in_tiles
+@pytest.mark.parametrize("bits", [8, 4])
+def test_gated_whole_numbers_in_tiles_are_the_same_for_each_row_alone(bits: int) -> None:
+    gate, up = (nn.Linear(256, 70, bias=True) for _ in range(2))
+    mlp = FusedGatedMLP(gate, up, nn.Linear(70, 256, bias=False), 1)
+    mlp.panels.quantize(Rounding(bits))
+    near = mlp(draw(150, 256, seed=3).bfloat16().float())
+    mlp.panels.multiply_short(in_tiles=True)
+    whole = mlp(draw(150, 256, seed=3))
+    torch.testing.assert_close(whole, near, rtol=1e-4, atol=1e-4)
+    for row in (0, 1, 31, 32, 149):
+        assert torch.equal(whole[row], mlp(draw(150, 256, seed=3)[row][None])[0]), f"row {row}"
+
+
+@in_tiles
+def test_whole_numbers_of_broken_tiles_become_float32() -> None:
+    for num_in, group in ((48, 48), (96, 48)):
+        packed = PackedLinear(draw(40, num_in), None, 1)
+        packed.panels.quantize(Rounding(4, group))
+        packed.panels.multiply_short(in_tiles=True)
+        assert packed.panels.products is QUANTIZED[4]
 
 
 @pytest.mark.parametrize("bits", [8, 4])

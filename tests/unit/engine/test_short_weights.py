@@ -320,6 +320,7 @@ def save_rounded(model_dir: Path, bits: int, target: Path) -> Path:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("kernels", ["vectors", pytest.param("auto", marks=in_tiles)], ids=["vectors", "tiles"])
 @pytest.mark.parametrize(
     ("arch", "quantize"),
     [
@@ -329,19 +330,48 @@ def save_rounded(model_dir: Path, bits: int, target: Path) -> Path:
     ],
 )
 def test_rounded_weights_are_those_of_linear_layers_and_bits_stay_however_the_work_is_cut(
-    arch: str, quantize: str, tmp_path: Path
+    arch: str, quantize: str, kernels: str, tmp_path: Path
 ) -> None:
     model_dir = save(tmp_path, arch, "bfloat16")
-    engine, threaded = (helpers.load_engine(model_dir, quantize=quantize, num_threads=n) for n in (1, 2))
+    engine, threaded = (
+        helpers.load_engine(model_dir, quantize=quantize, num_threads=n, kernels=kernels) for n in (1, 2)
+    )
     exact = helpers.load_engine(save_rounded(model_dir, int(quantize[3:]), tmp_path / "rounded"))
-    assert engine.linear == f"packed {quantize}"
-    assert engine.types == Types("float32", "bfloat16", "float32", quantize)
+    is_short = kernels == "auto"
+    assert engine.linear == f"packed {quantize}{' in tiles' if is_short else ''}"
+    assert engine.types == Types("float32", "bfloat16", loader.SHORT_IN_TILES if is_short else "float32", quantize)
     assert {numbers.dtype for numbers in panels_of(engine)} == {torch.int8 if quantize == "int8" else torch.int32}
     assert engine.fused == exact.fused
     assert engine.weights_sha256 != exact.weights_sha256
     assert_the_same_bits_however_the_work_is_cut(engine, threaded)
     ours, theirs = (logits_of_a_prompt(one) for one in (engine, exact))
-    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.std()))
+    if is_short:
+        assert not torch.equal(ours, theirs), "it is a type of its own"
+        assert float(torch.corrcoef(torch.stack([ours.flatten(), theirs.flatten()]))[0, 1]) > 0.99
+    else:
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.std()))
+
+
+@pytest.mark.parametrize(
+    ("asked", "own", "short_products", "multiplied"),
+    [
+        ("auto", "bfloat16", loader.SHORT_IN_TILES, loader.SHORT_IN_TILES),
+        ("auto", "bfloat16", loader.SHORT, "float32"),
+        ("auto", "float16", loader.SHORT_IN_TILES, "float32"),
+        ("auto", "float32", loader.SHORT_IN_TILES, "float32"),
+        ("float32", "bfloat16", loader.SHORT_IN_TILES, "float32"),
+    ],
+)
+@pytest.mark.parametrize("how", [{"quantize": "int8"}, {"kept_as": "int4"}], ids=str)
+def test_rounded_weights_of_bfloat16_are_multiplied_as_it_in_tiles(
+    asked: str, own: str, short_products: str, multiplied: str, how: dict[str, str]
+) -> None:
+    config = make_config(ModelSpec())
+    config.dtype = getattr(torch, own)
+    found = loader.choose_types(
+        asked, config, torch.device("cpu"), tensors=own, can_widen=True, short_products=lambda: short_products, **how
+    )
+    assert (found.computed, found.multiplied) == ("float32", multiplied)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 
 from benchmarks.grid.figures import AIMS, TANDEM, Aim, Content, geometric_mean, point_of, ratio
 from benchmarks.grid.points import CLIENTS, Point, all_points
@@ -28,8 +27,10 @@ def section(contents: Sequence[Content]) -> Iterator[str]:
     yield from wrapped(_introduction(found, len(places)))
     yield ""
     yield from (f"- **Warning**: {text}" for text in _warnings(found))
-    for (machine, model, dtype, is_open), of in groupby(sorted(found, key=_table_of), key=_table_of):
-        points = list(of)
+    tables: dict[tuple[str, str, str, bool], list[Content]] = {}
+    for content in found:
+        tables.setdefault(_table_of(content), []).append(content)
+    for (machine, model, dtype, is_open), points in tables.items():
         yield ""
         how = "arrivals by chance, at 0.9 of the rate that vLLM reached" if is_open else "as many clients as said"
         yield f"### {model}, {dtype}: {how}"

@@ -181,19 +181,27 @@ def test_goals_follow_the_type_and_the_clients() -> None:
     assert bounds == [1.0, 0.95, 1.0, 1.2, 1.1, 1.3, None, 1.3]
 
 
-def test_types_and_open_points_have_tables_of_their_own() -> None:
+def test_machines_types_and_open_points_have_tables_of_their_own() -> None:
+    elsewhere = three(replace(SHORT, num_input=128, dtype="bfloat16"), 1.5, 1.0, 1.0)
+    elsewhere["settings"]["machine"] |= {"cpu": "another CPU", "instructions": ["AVX2", "AMX"]}
     page = text(
         three(SHORT, 1.5, 1.0, 1.0),
         three(replace(SHORT, is_open=True), 1.0, 1.0, 1.0),
+        three(LONG, 1.5, 1.0, 1.0),
         three(replace(SHORT, dtype="bfloat16"), 1.5, 1.0, 1.0),
+        elsewhere,
     )
     headings = [line for line in page.splitlines() if line.startswith("### ")]
     assert headings == [
         "### 82m, float32: as many clients as said",
         "### 82m, float32: arrivals by chance, at 0.9 of the rate that vLLM reached",
         "### 82m, bfloat16: as many clients as said",
+        "### 82m, bfloat16: as many clients as said",
     ]
-    assert "3 of 60 points" in page
+    machines = [line for line in page.splitlines() if line.startswith("On ")]
+    assert machines == [*["On a CPU, 2 cores, 16.0 GiB, Linux."] * 3,
+                        "On another CPU with AVX2, AMX, 2 cores, 16.0 GiB, Linux."]  # fmt: skip
+    assert "5 of 60 points" in page
 
 
 def test_runs_that_lie_too_far_apart_have_no_ratio() -> None:

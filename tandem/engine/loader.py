@@ -187,17 +187,20 @@ def choose_types(
                 f"model.quantize rounds weights for CPUs with fused vector arithmetic, not for {device}; leave it out",
                 key="model.quantize",
             )
-        if dtype not in ("auto", "float32"):
+        # On lanes whole numbers become float32, which takes no longer.
+        may_be_short = dtype == "bfloat16" or (dtype == "auto" and own == tensors == "bfloat16")
+        is_short = may_be_short and short_products() == SHORT_IN_TILES
+        if dtype not in ("auto", "float32") and not is_short:
             raise ConfigError(
-                "weights of fewer than 16 bits are multiplied in float32, or in bfloat16 if the checkpoint is of that "
-                f"and the CPU has tiles for it; leave model.dtype: {dtype} out",
+                "weights of fewer than 16 bits are multiplied in float32, or in bfloat16 on CPUs that have tiles for it "
+                f"(AMX); leave model.dtype: {dtype} out",
                 key="model.dtype",
             )
         only_stored = quantize == "none"
-        # On lanes whole numbers become float32, which takes no longer.
-        is_short = dtype == "auto" and own == tensors == "bfloat16" and short_products() == SHORT_IN_TILES
-        multiplied = SHORT_IN_TILES if is_short else "float32"
-        return Types("float32", stored, multiplied, kept_as if only_stored else quantize, only_stored)
+        how = kept_as if only_stored else quantize
+        if is_short:
+            return Types("float32", "bfloat16", SHORT_IN_TILES, how, only_stored)
+        return Types("float32", stored, "float32", how, only_stored)
     if device.type != "cpu":
         return Types.all_of(own if dtype == "auto" else dtype)
     asked = own if dtype == "auto" else dtype

@@ -279,8 +279,13 @@ class Preflight:
                     f"{facts.name} comes quantised, which is served on CPUs only; take its plain weights, or no GPUs",
                     key="model.path",
                 )
-            if self.config.model.dtype not in ("auto", "float32"):
-                said = f"{facts.name} comes quantised, and is computed in float32; leave model.dtype out"
+            # Other hosts may have what this one has not; their workers look again.
+            may_be_short = self.config.model.dtype == "bfloat16" and (self._multiplies_bfloat16 or not self.local)
+            if self.config.model.dtype not in ("auto", "float32") and not may_be_short:
+                said = (
+                    f"{facts.name} comes quantised, and is computed in float32, or in bfloat16 on CPUs that have tiles "
+                    "for it (AMX); leave model.dtype out"
+                )
                 raise ConfigError(said, key="model.dtype")
         if not self.config.pools.prefill.at_first and read_pooling(facts.directory) is not None:
             raise ConfigError(

@@ -360,6 +360,7 @@ def test_rounded_weights_are_those_of_linear_layers_and_bits_stay_however_the_wo
         ("auto", "float16", loader.SHORT_IN_TILES, "float32"),
         ("auto", "float32", loader.SHORT_IN_TILES, "float32"),
         ("float32", "bfloat16", loader.SHORT_IN_TILES, "float32"),
+        ("bfloat16", "float16", loader.SHORT_IN_TILES, loader.SHORT_IN_TILES),
     ],
 )
 @pytest.mark.parametrize("how", [{"quantize": "int8"}, {"kept_as": "int4"}], ids=str)
@@ -372,6 +373,7 @@ def test_rounded_weights_of_bfloat16_are_multiplied_as_it_in_tiles(
         asked, config, torch.device("cpu"), tensors=own, can_widen=True, short_products=lambda: short_products, **how
     )
     assert (found.computed, found.multiplied) == ("float32", multiplied)
+    assert found.stored == ("bfloat16" if multiplied == loader.SHORT_IN_TILES else own)
 
 
 @pytest.mark.parametrize(

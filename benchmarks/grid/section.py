@@ -30,21 +30,22 @@ def section(contents: Sequence[Content]) -> Iterator[str]:
     tables: dict[tuple[str, str, str, bool], list[Content]] = {}
     for content in found:
         tables.setdefault(_table_of(content), []).append(content)
-    for (machine, model, dtype, is_open), points in tables.items():
+    for (_, model, dtype, is_open), points in tables.items():
         yield ""
         how = "arrivals by chance, at 0.9 of the rate that vLLM reached" if is_open else "as many clients as said"
         yield f"### {model}, {dtype}: {how}"
         yield ""
-        yield f"On {machine}."
+        yield f"On {hardware_words(points[0]['settings']['machine'])}."
         for aim in AIMS:
             yield from _heat_map(aim, points)
         yield from _goals(points)
 
 
 def _table_of(content: Content) -> tuple[str, str, str, bool]:
-    """Points of one machine, model and type."""
-    point = point_of(content)
-    return hardware_words(content["settings"]["machine"]), point.model, point.dtype, point.is_open
+    """Points of one kind of machine, model and type."""
+    point, machine = point_of(content), content["settings"]["machine"]
+    kind = f"{machine['cpu']}, {machine['num_cores']} cores, {machine.get('instructions', '')}"
+    return kind, point.model, point.dtype, point.is_open
 
 
 def _introduction(found: Sequence[Content], num_points: int) -> str:

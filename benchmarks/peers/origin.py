@@ -18,7 +18,8 @@ TOGETHER = timedelta(hours=2)
 
 def hardware_words(machine: dict[str, Any]) -> str:
     """In one line."""
-    has = f" with {', '.join(machine['instructions'])}" if "instructions" in machine else ""
+    names = machine.get("instructions")
+    has = f" with {', '.join(names)}" if names else ""
     return f"{machine['cpu']}{has}, {machine['num_cores']} cores, {machine['memory_gib']} GiB, {machine['system']}"
 
 

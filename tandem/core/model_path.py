@@ -118,6 +118,10 @@ def shown_name(served_names: Iterable[str], own_name: str) -> str:
     return next((name for name in served_names if name != ANY_NAME), own_name)
 
 
+def _dtype_said(config: dict[str, Any]) -> Any:
+    return config.get("dtype", config.get("torch_dtype"))
+
+
 def read_facts(path: str, directory: Path) -> ModelFacts:
     """What `directory`'s files tell. Raises `ModelLoadError` when `config.json` is not readable."""
     config = _read_json(directory / "config.json")
@@ -129,7 +133,7 @@ def read_facts(path: str, directory: Path) -> ModelFacts:
         head_dim = hidden // heads
     kv_heads = _first(text, "num_key_value_heads")
     architectures = config.get("architectures") or ["unknown"]
-    dtype, tensors = config.get("dtype", config.get("torch_dtype")), _unpacked(_of_text(read_heads(directory)))
+    dtype, tensors = _dtype_said(config) or _dtype_said(text), _unpacked(_of_text(read_heads(directory)))
     return ModelFacts(
         name=model_name(path, directory),
         directory=directory,

@@ -140,7 +140,7 @@ class Types:
 
     @property
     def in_tiles(self) -> bool:
-        """Whether sixteen rows are multiplied at once."""
+        """Whether many rows are multiplied at once, in linear layers, and in attention where tiles fit pages."""
         return self.multiplied == SHORT_IN_TILES
 
     @classmethod
@@ -192,8 +192,8 @@ def choose_types(
         is_short = may_be_short and short_products() == SHORT_IN_TILES
         if dtype not in ("auto", "float32") and not is_short:
             raise ConfigError(
-                "weights of fewer than 16 bits are multiplied in float32, or in bfloat16 on CPUs that have tiles for it "
-                f"(AMX); leave model.dtype: {dtype} out",
+                "weights of fewer than 16 bits are multiplied in float32, or in bfloat16 on CPUs that have tiles for "
+                f"it (AMX); leave model.dtype: {dtype} out",
                 key="model.dtype",
             )
         only_stored = quantize == "none"

@@ -127,7 +127,9 @@ def test_an_agent_that_speaks_messages_works_through_its_tools(cluster: ProcessC
             said = carried_out(block.name, block.input)
             results.append({"type": "tool_result", "tool_use_id": block.id, "content": said})
         conversation += [message.to_param(), {"role": "user", "content": results}]
-    answer = client.messages.create(**asked, messages=conversation, max_tokens=24, tool_choice={"type": "none"})
+    answer = client.messages.create(
+        **asked, messages=conversation, max_tokens=24, tool_choice={"type": "none"}, extra_body={"seed": TURNS}
+    )
     assert [block.type for block in answer.content] == ["text"]
     assert answer.stop_reason in ("end_turn", "max_tokens")
 

@@ -510,8 +510,9 @@ class Preflight:
         chosen = self.config.model.dtype
         if self._on_gpu:
             return (self.facts.dtype or "float32") if chosen == "auto" else chosen
-        # Where CPUs multiply bfloat16, sums are float32 all the same; the greater need is the safer guess.
-        return "float16" if chosen == "float16" else "float32"
+        if chosen == "bfloat16" and self._multiplies_bfloat16:  # whose sums are float32 all the same
+            return "float32"
+        return chosen if chosen in ("float16", "bfloat16") else "float32"
 
     @property
     def _stored_dtype(self) -> str:

@@ -95,7 +95,7 @@ def _store_pairs(builder: Any, pairs: Any, address: Any) -> None:
 
 
 def _power_of_two(builder: Any, x: Any) -> Any:
-    """2 to the power of `x <= 0`, to 3e-6 relative; below -126 it is that of -126. NaN stays NaN."""
+    """2 to the power of `x <= 0`, to 4e-6 relative; below -126 it is that of -126. NaN stays NaN."""
     x = builder.select(builder.fcmp_ordered("<", x, _VEC.constant(-126.0)), _VEC.constant(-126.0), x)
     whole = _VEC.nearest_whole(builder, x)
     rest = builder.fsub(x, whole)
@@ -304,7 +304,9 @@ def _emit_finish(builder: Any, total: Any, num_tiles: Any, weight_sum: Any, star
     with cgutils.for_range(builder, num_tiles) as loop:
         tile = vir.advance(builder, total, num_tiles.type(TILE_BYTES), loop.index)
         rows = [_VEC.load(builder, vir.offset(builder, tile, number * ROW_BYTES)) for number in range(ROWS)]
-        found = _transposed(builder, [builder.fmul(row, inverse) for row in rows])
+        # A sum of nothing but zeros may have either sign, by what else was computed with it.
+        rows = [builder.fadd(builder.fmul(row, inverse), _VEC.constant(0.0)) for row in rows]
+        found = _transposed(builder, rows)
         for lane, row in reversed(list(enumerate(found))):
             output = _row_of(builder, start, offsets, lane)
             _VEC.store(builder, row, vir.advance(builder, output, num_tiles.type(ROW_BYTES), loop.index))
@@ -329,6 +331,12 @@ def _find_unit(places, pages, table, begin, last, page_size, page_bytes):  # typ
     for tile in range(_UNIT_TILES):
         slot = min(begin + tile * ROWS, last // ROWS * ROWS)
         places[tile] = pages + table[slot // page_size] * page_bytes + slot % page_size * (page_bytes // 2 // page_size)
+
+
+@inlined
+def _first_unit(position, window):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """The first slot of the first unit of which the token at `position` sees something."""
+    return max(position - window + 1, 0) // _UNIT * _UNIT if window > 0 else 0
 
 
 @inlined
@@ -366,7 +374,9 @@ def _attend_heads(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     pages,
     table,
     next_table,
+    next_begin,
     next_position,
+    next_head,
     kv_heads,
     first_head,
     num_together,
@@ -383,7 +393,8 @@ def _attend_heads(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
 ):
     """The queries of `num_together` KV heads: of one, or of several where those of one do not fill a slice.
 
-    `table` holds the sequence's pages, `next_table` those that will be read next, up to `next_position`.
+    `table` holds the sequence's pages. Of those of `next_table` the slots from `next_begin` to `next_position` will be
+    read next, from `next_head` on.
     """
     greatest, weight_sum, offsets, queries, total, values, scores, weights, lows, lengths, odd_slots = scratch
     factor = np.float32(_LOG2_E) * (scaling if softcap <= 0 else np.float32(1.0))
@@ -400,8 +411,8 @@ def _attend_heads(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     width = min(columns, ROWS)
     parts = ROWS // width  # KV heads of a slice
     slices = (columns + ROWS - 1) // ROWS if is_many else (num_together + parts - 1) // parts
-    # Of what comes next the heads of a few slots are fetched one after the other, where all are needed soon.
-    fetch_bytes, fetch_stride = (kv_bytes, token_bytes) if is_many else (ROWS * kv_bytes, kv_bytes)
+    # Of what comes next the heads of a few slots are fetched one after the other, where all are read together.
+    fetch_bytes, fetch_stride = (ROWS * kv_bytes, kv_bytes) if num_together == kv_heads else (kv_bytes, token_bytes)
     scores_at, weights_at, values_at = scores.ctypes.data, weights.ctypes.data, values.ctypes.data
     places, next_places = np.empty(_UNIT_TILES, dtype=np.int64), np.empty(_UNIT_TILES, dtype=np.int64)
     odd = np.zeros(1, dtype=np.int64)
@@ -415,14 +426,16 @@ def _attend_heads(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
         _pack_queries(query, offsets[piece].ctypes.data, query_tiles, queries[piece].ctypes.data)
     total[:slices] = 0
     weight_sum[:slices] = 1 if sinks_at else 0  # a sink is as a first score, whose value is zero
-    begin = max(first_position - window + 1, 0) // _UNIT * _UNIT if window > 0 else 0
+    begin = _first_unit(first_position, window)
     _find_unit(places, pages, table, begin, last_position, page_size, 2 * of_values)
     for unit in range(begin, last_position + 1, _UNIT):
         # Memory would rest while a unit is computed: each part of it fetches that of the next.
+        to_next_head = 0
         if unit + _UNIT <= last_position:
             _find_unit(next_places, pages, table, unit + _UNIT, last_position, page_size, 2 * of_values)
         else:
-            _find_unit(next_places, pages, next_table, 0, next_position, page_size, 2 * of_values)
+            _find_unit(next_places, pages, next_table, next_begin, next_position, page_size, 2 * of_values)
+            to_next_head = next_head - first_head
         packed_head = -1
         for piece in range(slices):
             low, high = first_position, last_position
@@ -437,13 +450,13 @@ def _attend_heads(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
             filled = 1 if is_many else min(parts, num_together - piece * parts)
             of_queries, of_total = queries[piece].ctypes.data, total[piece].ctypes.data
             of_greatest, of_sum = greatest[piece].ctypes.data, weight_sum[piece].ctypes.data
-            fetches = piece == 0 or not is_many
+            fetches = packed_head < 0 or not is_many
             for part in range(filled):
                 head = first_head + piece * parts + part if not is_many else first_head
                 across = part * width * FLOAT_BYTES
                 for tile in range(0, 2 * halves, 2):
-                    ahead = next_places[tile] + head * fetch_bytes
-                    next_ahead = next_places[tile + 1] + head * fetch_bytes
+                    fetched = (head + to_next_head) * fetch_bytes
+                    ahead, next_ahead = next_places[tile] + fetched, next_places[tile + 1] + fetched
                     _scores(
                         of_queries + across, query_tiles, places[tile] + head * kv_bytes,
                         places[tile + 1] + head * kv_bytes, token_bytes, scores_at + tile * TILE_BYTES + across,
@@ -467,7 +480,7 @@ def _attend_heads(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
                     odd[0] = 0
                     for tile in range(0, (min(last_position + 1 - unit, _UNIT) + _PAIRED - 1) // _PAIRED * 2, 2):
                         of_head = of_values + head * kv_bytes
-                        fetched = of_values + head * fetch_bytes
+                        fetched = of_values + (head + to_next_head) * fetch_bytes
                         _pack_values(
                             places[tile] + of_head, places[tile + 1] + of_head, token_bytes,
                             last_position + 1 - unit - tile * ROWS, head_dim, values_at + tile // 2 * half_bytes,
@@ -529,17 +542,20 @@ def _attend(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no
     scratch = _make_scratch(most, head_dim)
     for item in range(first, end):
         table, first_row, num_rows, first_position = blocks[item // splits]
-        after = blocks[min(item + 1, end - 1) // splits]
+        next_item = min(item + 1, end - 1)
+        after = blocks[next_item // splits]
         columns = num_rows * group
         together = own if columns <= ROWS else 1
         _begin(min(columns, ROWS))
         first_head = item % splits * own
         for head in range(first_head, first_head + own, together):
             is_last = head + together == first_head + own
+            next_table, next_position = (after[0], after[3]) if is_last else (table, first_position)
+            next_head = next_item % splits * own if is_last else head + together
             _attend_heads(
-                query, num_heads, head_dim, pages, tables[table], tables[after[0] if is_last else table],
-                after[3] if is_last else first_position, kv_heads, head, together, page_size, first_row, num_rows,
-                first_position, real(scaling), window, real(softcap), sinks_at, output, scratch,
+                query, num_heads, head_dim, pages, tables[table], tables[next_table],
+                _first_unit(next_position, window), next_position, next_head, kv_heads, head, together, page_size,
+                first_row, num_rows, first_position, real(scaling), window, real(softcap), sinks_at, output, scratch,
             )  # fmt: skip
     release()
 
@@ -550,5 +566,6 @@ ATTEND_IN_TILES = Kernel(_attend, "iii" + "iiii" + "iiiii" + "fif" + "ii")
 
 
 def can_attend_in_tiles(layout: KVLayout) -> bool:
-    """Whether heads and pages fill tiles."""
-    return layout.dtype == "bfloat16" and layout.head_dim % _PAIRED == 0 and layout.page_size % ROWS == 0
+    """Whether heads and pages fill tiles, and this process may use them."""
+    fits = layout.dtype == "bfloat16" and layout.head_dim % _PAIRED == 0 and layout.page_size % ROWS == 0
+    return fits and vir.has_bfloat16_tiles()

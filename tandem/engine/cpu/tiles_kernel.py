@@ -125,7 +125,7 @@ def begin_pass(num_rows):  # type: ignore[no-untyped-def] # pragma: no cover - c
 
 @inlined
 def multiply_rows(x, x_stride, num_rows, panel, num_tiles, y, y_stride, adds, ahead, lines):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    """A panel and up to a pair of tiles of rows, behind `begin`."""
+    """A panel and up to a pair of tiles of rows, behind `begin_pass`."""
     if num_rows > ROWS:
         _two_blocks(x, x_stride, panel, num_tiles, y, y_stride, adds, ahead, lines)
     else:

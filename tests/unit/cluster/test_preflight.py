@@ -345,6 +345,7 @@ def test_pages_on_gpus_have_the_models_type(checkpoint: Path, free_port: int, dt
         ({"quantize": "int8", "kernels": "vectors"}, {}, "float32"),
         ({"kernels": "vectors"}, {}, "bfloat16"),
         ({"kernels": "torch"}, {}, "float32"),
+        ({"kernels": "torch", "dtype": "bfloat16"}, {}, "bfloat16"),
     ],
 )
 def test_pages_on_cpus_that_multiply_bfloat16_hold_it(
@@ -357,13 +358,15 @@ def test_pages_on_cpus_that_multiply_bfloat16_hold_it(
     assert f"K and V in {dtype}, " in found(dataclasses.replace(HOST, multiplies_bfloat16=True, has_tiles=True))
     if "quantize" in model:
         assert "K and V in float32, " in found(dataclasses.replace(HOST, multiplies_bfloat16=True))
-    assert "K and V in float32, " in found(HOST)
+    elsewhere = "bfloat16" if model.get("dtype") == "bfloat16" else "float32"  # torch's arithmetic
+    assert f"K and V in {elsewhere}, " in found(HOST)
 
 
-def test_pages_have_no_more_bits_than_what_is_computed(checkpoint: Path, free_port: int) -> None:
-    checks = preflight(checkpoint, free_port, cache={"dtype": "float32"},
-                       model={"path": str(checkpoint), "dtype": "float16"})  # fmt: skip
-    with pytest.raises(ConfigError, match=r"cache.dtype is float32, but pages have the type .* float16; leave"):
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_pages_have_no_more_bits_than_what_is_computed(checkpoint: Path, free_port: int, dtype: str) -> None:
+    model = {"path": str(checkpoint), "dtype": dtype}
+    checks = preflight(checkpoint, free_port, cache={"dtype": "float32"}, model=model)
+    with pytest.raises(ConfigError, match=rf"cache.dtype is float32, but pages have the type .* {dtype}; leave"):
         checks.check_cache_dtype()
 
 

@@ -38,7 +38,7 @@ IN_TILES = "bfloat16 in tiles"
 #: Of heads and pages that fill tiles: some for which the heads of a row alone take a vector, two or a part of one.
 TILE_SHAPES = [
     (8, 2, 128, 16), (8, 8, 64, 32), (24, 12, 32, 16), (12, 4, 64, 32), (32, 2, 96, 48), (3, 1, 32, 16),
-    (40, 20, 64, 32), (5, 5, 32, 128),
+    (40, 20, 64, 32), (20, 1, 256, 16), (5, 5, 32, 128),
 ]  # fmt: skip
 WAYS = [pytest.param(shape, dtype, id=f"{shape}-{dtype}") for dtype in ATTEND for shape in SHAPES] + [
     pytest.param(

@@ -345,9 +345,11 @@ import sys
 import torch
 import engine_helpers as helpers
 from tandem.engine.cpu import attention_kernel
+from tandem.engine.cpu import attention_tiles
 from tandem.engine.cpu import layer_kernels
 from tandem.engine.cpu import packed_kernel
 from tandem.engine.cpu import tiles_kernel
+from tandem.engine.cpu import tiles_quantized
 from tandem.engine.cpu import thread_team
 from tandem.engine.cpu import lending
 
@@ -358,12 +360,17 @@ class Lender:
     def borrow(self):
         return 1
 
-engine = helpers.load_engine(sys.argv[1], num_threads=1, cache_dtype=sys.argv[2])
-short = {"bfloat16": packed_kernel.BY_TWO, "bfloat16 in tiles": tiles_kernel.IN_TILES}.get(engine.types.multiplied)
-products = short or packed_kernel.PRODUCTS[getattr(torch, engine.types.stored)]
+engine = helpers.load_engine(sys.argv[1], num_threads=1, cache_dtype=sys.argv[2], quantize=sys.argv[3])
+types = engine.types
+short = {"bfloat16": packed_kernel.BY_TWO, "bfloat16 in tiles": tiles_kernel.IN_TILES}.get(types.multiplied)
+if types.quantized and types.in_tiles:
+    short = tiles_quantized.QUANTIZED_IN_TILES[int(types.quantized[3:])]
+products = short or packed_kernel.PRODUCTS[getattr(torch, types.stored)]
+in_tiles = types.in_tiles and engine.layout.head_dim % 32 == 0
 KERNELS = (products.multiply, products.multiply_gated, layer_kernels.normalize_rows,
            layer_kernels.PLACE_HEADS[engine.layout.dtype], layer_kernels.add_rows, layer_kernels.gather_rows,
-           layer_kernels.GATHER[getattr(torch, engine.types.stored)], attention_kernel.ATTEND[engine.layout.dtype],
+           layer_kernels.GATHER[getattr(torch, engine.types.stored)],
+           attention_tiles.ATTEND_IN_TILES if in_tiles else attention_kernel.ATTEND[engine.layout.dtype],
            *((packed_kernel.round_rows,) if short else ()))
 
 def compiled():
@@ -381,18 +388,19 @@ print(compiled())
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("dtype", "cache_dtype"),
+    ("dtype", "cache_dtype", "quantize"),
     [
-        ("float32", "auto"),
-        pytest.param("bfloat16", "bfloat16", marks=pytest.mark.faults),
-        pytest.param("float16", "int8", marks=pytest.mark.faults),
+        ("float32", "auto", "none"),
+        ("bfloat16", "auto", "int8"),
+        pytest.param("bfloat16", "bfloat16", "none", marks=pytest.mark.faults),
+        pytest.param("float16", "int8", "none", marks=pytest.mark.faults),
     ],
 )
-def test_warmup_compiles_all_that_requests_need(dtype: str, cache_dtype: str, tmp_path: Path) -> None:
+def test_warmup_compiles_all_that_requests_need(dtype: str, cache_dtype: str, quantize: str, tmp_path: Path) -> None:
     """In a process of its own: here other tests have compiled kernels already."""
-    model_dir = helpers.save_model("llama", tmp_path / "llama", dtype=dtype)
+    model_dir = helpers.save_model("llama", tmp_path / "llama", dtype=dtype, head_dim=32)
     ended = subprocess.run(
-        [sys.executable, "-c", _COMPILED_BY, str(model_dir), cache_dtype],
+        [sys.executable, "-c", _COMPILED_BY, str(model_dir), cache_dtype, quantize],
         cwd=Path(__file__).parent,
         env=os.environ | {"PYTHONPATH": f"{helpers.REPOSITORY}{os.pathsep}{Path(__file__).parent}"},
         capture_output=True,

@@ -6,7 +6,7 @@ import pytest
 
 from tandem.core.config import Config, from_dict
 from tandem.core.identity import Role
-from tandem.worker.limits import Site, max_num_seqs, num_to_pair, scheduler_limits
+from tandem.worker.limits import Site, guess_rows, max_num_seqs, num_to_pair, scheduler_limits
 
 
 def test_prompts_are_handed_off_in_twos_where_decode_has_a_core_to_give_and_no_prompts_of_its_own() -> None:
@@ -25,6 +25,16 @@ def test_prompts_are_handed_off_in_twos_where_decode_has_a_core_to_give_and_no_p
 )
 def test_elsewhere_they_are_handed_off_one_after_the_other(site: Site, mixed_pool: bool) -> None:
     assert num_to_pair(from_dict({"scheduling": {"mixed_pool": mixed_pool}}), site) == 0
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "widens", "in_tiles", "rows"),
+    [(True, False, False, 12), (True, True, False, 5), (True, False, True, 16), (False, False, False, 0)],
+)
+def test_guesses_fill_the_rows_that_cost_hardly_more_than_one(
+    on_cpu: bool, widens: bool, in_tiles: bool, rows: int
+) -> None:
+    assert guess_rows(on_cpu=on_cpu, widens=widens, in_tiles=in_tiles) == rows
 
 
 @pytest.mark.parametrize(

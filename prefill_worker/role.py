@@ -39,13 +39,18 @@ from tandem.worker.step import SampleTokens, may_be_wrong
 # So many ended attempts are remembered, so that a late repetition of a start is not taken for a new attempt.
 _NUM_REMEMBERED = 4096
 
+# Layers of a step go to the driver together until they have so many bytes: each time that some go costs about a
+# millisecond of both workers' processors, for which the prompt itself waits where they share a host. At a gigabyte a
+# second the last of them are on their way for as long.
+_BYTES_AT_ONCE = 1 << 20
+
 
 class PrefillRole:
     """The `StepHooks` of a prefill worker. One thread calls it: in a worker, the runner.
 
     Args:
         emit: takes events for routers, by session.
-        num_layers: of a page.
+        num_layers, extent_bytes: of a page; bytes of it in one layer.
         is_draining: whether prompts are refused.
         vectors: reads hidden states of a model that pools; `None`: it generates.
     """
@@ -59,6 +64,7 @@ class PrefillRole:
         emit: Callable[[dict[int, list[Event]]], None],
         limits: RequestLimits,
         num_layers: int,
+        extent_bytes: int,
         sample: SampleTokens,
         guides: GuideMaker,
         score: ScoreTokens,
@@ -75,7 +81,7 @@ class PrefillRole:
         self._driver = driver
         self._emit = emit
         self._limits = limits
-        self._num_layers = num_layers
+        self._num_layers, self._extent_bytes = num_layers, extent_bytes
         self._rows = vectors or PromptLogits(sample, score, self._send)
         self._counters = counters
         self._load = load
@@ -157,8 +163,7 @@ class PrefillRole:
     def _fetched(self, job: PromptJob, pages: SeqOf[int]) -> None:
         """What could be read of its pages is in the cache."""
         if pages:
-            for layer in range(self._num_layers):
-                self._driver.computed_layer(layer, tuple(pages))
+            self._driver.computed_layers(range(self._num_layers), tuple(pages))
         if self._fetching.get(job.key) is job:
             del self._fetching[job.key]
         if job.over:
@@ -246,10 +251,16 @@ class PrefillRole:
         self._times.begin()
         parts = [part_of(item, self._scheduler.groups) for item in batch.items]
         filled = tuple(page for part in parts for page in part.pages)
+        at_once = max(1, _BYTES_AT_ONCE // max(1, len(filled) * self._extent_bytes))
+        told = 0  # the driver knows of the layers before it
         fault_points.reach("prefill.chunk")
 
         def on_layer(layer: int) -> None:
-            self._driver.computed_layer(layer, filled)
+            nonlocal told
+            if layer + 1 - told < at_once and layer + 1 < self._num_layers:
+                return
+            self._driver.computed_layers(range(told, layer + 1), filled)
+            told = layer + 1
             sealed = [pages for part in parts if (pages := self._seal_part(part, layer)) is not None]
             if sealed:
                 self._driver.sealed(sealed)

@@ -115,9 +115,10 @@ class SenderDriver:
             return
         self._handle(key, ev.GrantAttached(grant, lease_ends_s))
 
-    def computed_layer(self, layer: int, pages: Sequence[int]) -> None:
-        """A step has filled these pages, of any prompts, in this layer; comes before `sealed` tells of them."""
-        self._digests.take(layer, pages)
+    def computed_layers(self, layers: range, pages: Sequence[int]) -> None:
+        """A step has filled these pages, of any prompts, in these layers; comes before `sealed` tells of them."""
+        for layer in layers:
+            self._digests.take(layer, pages)
 
     def sealed(self, pages: Sequence[SealedPages]) -> None:
         """Send, as soon as there is a grant."""

@@ -122,6 +122,7 @@ class PrefillWorker:
             emit=self.hub.emit,
             limits=parts.request_limits,
             num_layers=parts.layout.num_layers,
+            extent_bytes=parts.layout.extent_bytes,
             sample=parts.engine.sampler(),
             guides=parts.guides,
             score=score_rows,

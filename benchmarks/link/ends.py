@@ -306,13 +306,8 @@ class SendingEnd(End):
         self.ask(lambda _: self.driver.happened(grant.key, extended)).result()
 
     def digest(self, pages: range) -> None:
-        """Take the digests of these pages, as prefill does after each layer."""
-
-        def take(_: Transport) -> None:
-            for layer in range(self.shape.num_layers):
-                self.driver.computed_layer(layer, pages)
-
-        self.ask(take).result()
+        """Take the digests of these pages, as prefill does behind some layers."""
+        self.ask(lambda _: self.driver.computed_layers(range(self.shape.num_layers), pages)).result()
 
     def seal(self, key: AttemptKey, pages: range) -> None:
         """These pages are computed: they may go."""

@@ -157,7 +157,9 @@ class PoolsConfig:
 class CacheConfig:
     """KV pages of each worker."""
 
-    page_size: int = _key(32, "Tokens in a page. Set a multiple of 256 for FlashAttention-2.", minimum=1)
+    page_size: int = _key(
+        32, "Tokens in a page. Set a multiple of 256 for FlashAttention-2; tiles (AMX) take multiples of 16.", minimum=1
+    )
     dtype: str = _key(
         "auto",
         "Type of K and V in the pages. `auto` is the model's own on a GPU; on a CPU bfloat16 where that is multiplied "

@@ -210,7 +210,7 @@ class World:
     def seal(self, pages: tuple[int, ...] = (1, 2, 5), first: int = 0, layers: tuple[int, ...] = (0, 1)) -> None:
         parts = [SealedPages(KEY, range(layer, layer + 1), first, pages) for layer in layers]
         for layer in layers:
-            self.sending.run(lambda layer=layer: self.sending.driver.computed_layer(layer, pages))
+            self.sending.run(lambda layer=layer: self.sending.driver.computed_layers(range(layer, layer + 1), pages))
         self.sending.run(lambda: self.sending.driver.sealed(parts))
 
     def computed(self, ago_s: float = 0.0) -> None:

@@ -22,6 +22,7 @@ RESEND_S, ANSWER_S = LEASE_S / 5, LEASE_S
 
 class PrefillNode(Node, SenderEnd):
     role = Role.PREFILL
+    extent_bytes = 1 << 20  # of as many each layer goes by itself
 
     def __init__(self, worker_id: str, incarnation: str, spec: NodeSpec, **around: Any) -> None:
         super().__init__(worker_id, incarnation, spec, **around)
@@ -38,7 +39,9 @@ class PrefillNode(Node, SenderEnd):
                 last_batch_bytes=2 * LAYOUT.extent_bytes,
             )
         )
-        self.core = PrefillRole(**self.core_parts(), driver=self.driver, num_layers=NUM_LAYERS)
+        self.core = PrefillRole(
+            **self.core_parts(), driver=self.driver, num_layers=NUM_LAYERS, extent_bytes=self.extent_bytes
+        )
         self.runner.start(self.core)
 
     # -- what the router says

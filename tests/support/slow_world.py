@@ -230,8 +230,7 @@ class SlowWorld:
         self.told[key] = Told(first_page=first_page, num_pages=num_pages)
         pages, driver = tuple(range(first_page, first_page + num_pages)), self.sending.driver
         driver.open(key, num_pages, RECEIVER)
-        for layer in range(LAYOUT.num_layers):
-            driver.computed_layer(layer, pages)
+        driver.computed_layers(range(LAYOUT.num_layers), pages)
         driver.sealed([SealedPages(key, range(LAYOUT.num_layers), 0, pages)])
         driver.computed(key, (FirstToken(0, 17),), self.kernel.now_s)
         self.link.send(lambda: self.receiving.driver.reserve(key))

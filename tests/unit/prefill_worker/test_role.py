@@ -55,9 +55,9 @@ class Prefill(PrefillNode):
 class World(driver_world.World):
     sending: Prefill  # type: ignore[assignment]
 
-    def __init__(self) -> None:
+    def __init__(self, prefill: type[Prefill] = Prefill) -> None:
         super().__init__(LinkSpec(latency_s=LATENCY_S, bytes_per_s=1e18))
-        self.sending = Prefill(self)
+        self.sending = prefill(self)
         self.events: list[Event] = []
 
     def hear(self, worker: Any, event: Event) -> None:
@@ -96,6 +96,22 @@ def test_a_prompt_is_computed_and_handed_off_in_virtual_time() -> None:
     assert (done.stats.num_extents, done.stats.num_bytes) == (6, 6 * LAYOUT.extent_bytes)
     assert (done.work.compute_s, done.work.num_computed_tokens) == (STEP_S, 10)
     assert world.sending.counters.num_prompt_tokens_computed == 10
+
+
+class OfFewBytes(Prefill):
+    extent_bytes = LAYOUT.extent_bytes
+
+
+def test_layers_of_few_bytes_go_together() -> None:
+    world = World(OfFewBytes)
+    world.start()
+    world.sending.attach(world.grant((5, 2, 7)))
+    world.check_rest()
+    done = world.events[-1]
+    assert isinstance(done, HandedOff)
+    # All was written when the step was over, and decode had it as soon as if its first layer had gone before.
+    assert (done.stats.handoff_s, done.stats.exposed_s) == (4 * LATENCY_S, 4 * LATENCY_S)
+    assert (done.stats.num_extents, done.stats.num_bytes) == (6, 6 * LAYOUT.extent_bytes)
 
 
 def test_a_commit_that_nobody_answers_is_sent_again_and_then_given_up_by_the_clock_that_was_given() -> None:

@@ -235,10 +235,10 @@ class SchedulingConfig:
         minimum=1,
     )
     saturating_tokens: int = _key(
-        0, "Tokens of prompts that keep a worker busy for a step; 0: 32 on a CPU, 512 on a GPU. A step that has so "
-        "many takes no further prompt, because all of them would end later. Two exceptions: a short prompt joins a "
-        "chunk of a long one, and two prompts share a step where four or more wait for a decode worker that shares "
-        "its cores and computes no prompts. Raise it where a GPU is not busy with 512.", minimum=0
+        0, "Tokens of prompts that keep a worker busy for a step; 0: 32 on a CPU (256 with AMX and bfloat16), 512 on a "
+        "GPU. A step that has so many takes no further prompt, because all of them would end later. Two exceptions: a "
+        "short prompt joins a chunk of a long one, and two prompts share a step where four or more wait for a decode "
+        "worker that shares its cores and computes no prompts. Raise it where a GPU is not busy with 512.", minimum=0
     )
     max_queued_requests: int = _key(
         256, "The most requests that wait in a burst; a request beyond that, or in a lasting overload, gets 429. "

@@ -21,9 +21,9 @@ _CPU_GUESS_ROWS, _WIDENED_GUESS_ROWS, _TILE_GUESS_ROWS, _GPU_GUESS_ROWS = 12, 5,
 # places requests wait for one after their first token.
 _TOKENS_OF_A_SEQ = 256
 
-# Where a step is bound by compute: on a CPU the products reach their full rate with 16 rows (docs/benchmarks.md), in
-# tiles half of it with 32; for GPUs, what DistServe measured (section 3.1).
-_CPU_SATURATING_TOKENS = 32
+# Where a step is bound by compute: on a CPU the products reach their full rate with 16 rows (docs/benchmarks.md); in
+# tiles with some hundred (docs/log/experiments.md, 33); for GPUs, what DistServe measured (section 3.1).
+_CPU_SATURATING_TOKENS, _TILE_SATURATING_TOKENS = 32, 256
 _GPU_SATURATING_TOKENS = 512
 
 
@@ -34,11 +34,13 @@ class Site:
     Attributes:
         on_cpu: it computes on a CPU.
         shares_cores: it shares its CPU threads with the other workers of its node.
+        in_tiles: a CPU that multiplies many rows at once.
     """
 
     role: Role
     on_cpu: bool
     shares_cores: bool = False
+    in_tiles: bool = False
 
 
 def num_to_pair(config: Config, site: Site) -> int:
@@ -81,7 +83,8 @@ def scheduler_limits(
     """The limits of a worker's batch scheduler. `num_slots`: as of `max_num_seqs`; `window`, `num_windowed`: the
     model's."""
     scheduling = config.scheduling
-    default = _CPU_SATURATING_TOKENS if site.on_cpu else _GPU_SATURATING_TOKENS
+    on_cpu = _TILE_SATURATING_TOKENS if site.in_tiles else _CPU_SATURATING_TOKENS
+    default = on_cpu if site.on_cpu else _GPU_SATURATING_TOKENS
     return SchedulerLimits(
         max_num_seqs=max_num_seqs(config, num_slots),
         max_num_batched_tokens=scheduling.max_num_batched_tokens,

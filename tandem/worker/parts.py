@@ -239,7 +239,7 @@ def build_parts(
         for each in (engine, draft):
             if each is not None:
                 each.arena.preallocate()
-    site = Site(role, engine.on_cpu, _cores_file(config, place) is not None)
+    site = Site(role, engine.on_cpu, _cores_file(config, place) is not None, engine.types.in_tiles)
     scheduler = BatchScheduler(
         PagePool(engine.num_pages, config.cache.page_size),
         scheduler_limits(config, site, num_slots(engine), engine.window, engine.num_windowed),

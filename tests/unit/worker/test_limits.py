@@ -28,6 +28,20 @@ def test_elsewhere_they_are_handed_off_one_after_the_other(site: Site, mixed_poo
 
 
 @pytest.mark.parametrize(
+    ("site", "asked", "tokens"),
+    [
+        (Site(Role.PREFILL, on_cpu=True), 0, 32),
+        (Site(Role.PREFILL, on_cpu=True, in_tiles=True), 0, 256),
+        (Site(Role.PREFILL, on_cpu=True, in_tiles=True), 7, 7),
+        (Site(Role.PREFILL, on_cpu=False), 0, 512),
+    ],
+)
+def test_a_step_is_full_where_more_tokens_take_longer_each(site: Site, asked: int, tokens: int) -> None:
+    config = from_dict({"scheduling": {"saturating_tokens": asked}})
+    assert scheduler_limits(config, site, 4096).saturating_tokens == tokens
+
+
+@pytest.mark.parametrize(
     ("on_cpu", "widens", "in_tiles", "rows"),
     [(True, False, False, 12), (True, True, False, 5), (True, False, True, 16), (False, False, False, 0)],
 )

@@ -5,11 +5,10 @@ from __future__ import annotations
 import datetime
 import os
 import platform
-import re
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
+from tandem.core.cpu_info import of_cpu
 from tandem.core.version import version
 
 # What kernels are made of, by Linux' names.
@@ -45,15 +44,9 @@ def now() -> str:
 
 
 def _cpu_model() -> str:
-    return _of_cpu("model name") or platform.processor()
+    return of_cpu("model name") or platform.processor()
 
 
 def _instructions() -> list[str]:
-    flags = set(_of_cpu("flags").split())
+    flags = set(of_cpu("flags").split())
     return [name for flag, name in _INSTRUCTIONS.items() if flag in flags]
-
-
-def _of_cpu(what: str) -> str:
-    """Of the first one; empty where Linux does not say it."""
-    found = re.search(rf"^{what}\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return found[1] if found else ""

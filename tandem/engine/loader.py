@@ -176,6 +176,9 @@ def choose_types(
     own = str(getattr(config, "dtype", None)).removeprefix("torch.")
     own = own if own in TORCH_DTYPES else "float32"
     stored = tensors if can_widen and tensors in TORCH_DTYPES else "float32"
+    asked = own if dtype == "auto" else dtype
+    # Unasked only what holds nothing else.
+    may_be_short = asked == "bfloat16" and (dtype == "bfloat16" or tensors == "bfloat16")
     if kept_as and (device.type != "cpu" or not can_widen):
         raise UnsupportedModelError(
             f"quantised checkpoints are served on CPUs with fused vector arithmetic, not yet on {device}; take its "
@@ -187,9 +190,7 @@ def choose_types(
                 f"model.quantize rounds weights for CPUs with fused vector arithmetic, not for {device}; leave it out",
                 key="model.quantize",
             )
-        # On lanes whole numbers become float32, which takes no longer.
-        may_be_short = dtype == "bfloat16" or (dtype == "auto" and own == tensors == "bfloat16")
-        is_short = may_be_short and short_products() == SHORT_IN_TILES
+        is_short = may_be_short and short_products() == SHORT_IN_TILES  # lanes multiply whole numbers in float32 alone
         if dtype not in ("auto", "float32") and not is_short:
             raise ConfigError(
                 "weights of fewer than 16 bits are multiplied in float32, or in bfloat16 on CPUs that have tiles for "
@@ -202,10 +203,8 @@ def choose_types(
             return Types("float32", "bfloat16", SHORT_IN_TILES, how, only_stored)
         return Types("float32", stored, "float32", how, only_stored)
     if device.type != "cpu":
-        return Types.all_of(own if dtype == "auto" else dtype)
-    asked = own if dtype == "auto" else dtype
-    may_round = dtype == "bfloat16" or tensors == "bfloat16"  # unasked only what holds nothing else
-    if asked == "bfloat16" and may_round and (products := short_products()):
+        return Types.all_of(asked)
+    if may_be_short and (products := short_products()):
         return Types("float32", "bfloat16", products)
     if dtype in ("auto", "float32"):
         return Types("float32", stored, "float32")

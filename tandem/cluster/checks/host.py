@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from tandem.core.cpu_info import of_cpu
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -30,7 +31,7 @@ class Host:
 
 
 def this_host() -> Host:
-    flags = _cpu_flags()
+    flags = set(of_cpu("flags").split())
     return Host(
         available_bytes=min([psutil.virtual_memory().available, *_cgroup_available()]),
         num_cores=len(os.sched_getaffinity(0)),
@@ -47,11 +48,6 @@ def human_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
-
-
-def _cpu_flags() -> set[str]:
-    found = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return set(found.group(1).split()) if found else set()
 
 
 def _count_gpus() -> int:

@@ -7,7 +7,7 @@ The queries of a row block are cut into slices of sixteen. Those of many rows ar
 as decode has, are of several KV heads, and each of these multiplies the slice's columns that are its own.
 
 Softmax is online, `_UNIT` slots at a time from the sequence's first on. Whatever else is in the block, a query goes
-through the same steps: what it does not see has a weight of zero, which changes no bit of its sums.
+through the same steps: what it does not see has a weight of zero, which changes no bit of its output.
 """
 
 from __future__ import annotations
@@ -84,16 +84,6 @@ def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
     return rows
 
 
-def _load_pairs(builder: Any, address: Any) -> Any:
-    loaded = builder.load(builder.inttoptr(address, _PAIRS.as_pointer()))
-    loaded.align = _SHORT_BYTES
-    return loaded
-
-
-def _store_pairs(builder: Any, pairs: Any, address: Any) -> None:
-    builder.store(pairs, builder.inttoptr(address, pairs.type.as_pointer())).align = FLOAT_BYTES
-
-
 def _power_of_two(builder: Any, x: Any) -> Any:
     """2 to the power of `x <= 0`, to 4e-6 relative; below -126 it is that of -126. NaN stays NaN."""
     x = builder.select(builder.fcmp_ordered("<", x, _VEC.constant(-126.0)), _VEC.constant(-126.0), x)
@@ -132,7 +122,7 @@ def _emit_pack_queries(builder: Any, start: Any, offsets: Any, num_tiles: Any, t
             rows.append(builder.bitcast(_VEC.rounded(builder, *parts), _PAIRS))
         to = vir.advance(builder, target, loop.index.type(TILE_BYTES), loop.index)
         for number, row in enumerate(_transposed(builder, rows)):
-            _store_pairs(builder, row, vir.offset(builder, to, number * ROW_BYTES))
+            vir.store_bits(builder, row, vir.offset(builder, to, number * ROW_BYTES))
 
 
 def _emit_scores(
@@ -227,7 +217,7 @@ def _weigh_of(*, masked: bool) -> Any:
             halves = _VEC.rounded(builder, *pair)
             places = [place for lane in range(ROWS) for place in (lane, lane + ROWS)]
             row = vir.advance(builder, weights, row_bytes, loop.index)
-            _store_pairs(builder, _shuffled(builder, halves, halves, places), row)
+            vir.store_bits(builder, _shuffled(builder, halves, halves, places), row)
         added = builder.fadd(*(builder.load(one) for one in sums))
         _VEC.store(builder, builder.fadd(_VEC.load(builder, weight_sum), added), weight_sum)
 
@@ -275,7 +265,7 @@ def _emit_pack_values(
         to = vir.advance(builder, target, end.type(2 * TILE_BYTES), loop.index)
         for tile, rows in enumerate((low, high)):
             for number, row in enumerate(_transposed(builder, rows)):
-                _store_pairs(builder, row, vir.offset(builder, to, tile * TILE_BYTES + number * ROW_BYTES))
+                vir.store_bits(builder, row, vir.offset(builder, to, tile * TILE_BYTES + number * ROW_BYTES))
 
 
 def _add_values_of(num_halves: int) -> Any:

@@ -124,6 +124,16 @@ def begin_pass(num_rows):  # type: ignore[no-untyped-def] # pragma: no cover - c
 
 
 @inlined
+def rows_of_pass(row, num_rows):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """How many of `num_rows` the pass from `row` on takes, behind `begin_pass` of the first one's: the registers are
+    configured anew only where passes are not alike."""
+    count = min(num_rows - row, PAIR)
+    if num_rows > PAIR and num_rows % PAIR and (row == 0 or count < PAIR):
+        begin_pass(count)
+    return count
+
+
+@inlined
 def multiply_rows(x, x_stride, num_rows, panel, num_tiles, y, y_stride, adds, ahead, lines):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """A panel and up to a pair of tiles of rows, behind `begin_pass`."""
     if num_rows > ROWS:
@@ -149,12 +159,8 @@ def _multiply(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: 
             begin_pass(min(behind - begin, PAIR))
             for index in range(first, end):
                 panel, outputs = of_panels + index * panel_bytes, y + index * _OUTPUT_BYTES
-                if (behind - begin) % PAIR and behind - begin > PAIR:
-                    begin_pass(PAIR)
                 for row in range(begin, behind, PAIR):
-                    left = min(behind - row, PAIR)
-                    if left < PAIR and row > begin:
-                        begin_pass(left)
+                    left = rows_of_pass(row - begin, behind - begin)
                     place = outputs + row * y_stride
                     ahead = panel + panel_bytes + (row - begin) // PAIR * lines * count * LINE_BYTES
                     multiply_rows(
@@ -178,12 +184,8 @@ def _multiply_gated(first, end, arguments):  # type: ignore[no-untyped-def] # pr
         begin_pass(min(behind - begin, PAIR))
         lines = _lines_ahead(behind - begin)
         for pair in range(first, end):
-            if (behind - begin) % PAIR and behind - begin > PAIR:
-                begin_pass(PAIR)
             for row in range(begin, behind, PAIR):
-                left = min(behind - row, PAIR)
-                if left < PAIR and row > begin:
-                    begin_pass(left)
+                left = rows_of_pass(row - begin, behind - begin)
                 for half in range(2):
                     # Memory is freed behind the last use of its name, whoever has the address.
                     index, place = 2 * pair + half, both.ctypes.data + half * _OUTPUT_BYTES

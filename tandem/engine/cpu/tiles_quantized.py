@@ -24,7 +24,7 @@ from tandem.engine.cpu.packed_kernel import PANEL, Products, add_bias, gate
 from tandem.engine.cpu.scratch import on_lines
 from tandem.engine.cpu.threads import Kernel
 from tandem.engine.cpu.tiles import ROW_BYTES, ROWS, release
-from tandem.engine.cpu.tiles_kernel import PAIR, TILE_NUMBERS, begin_pass, multiply_rows, rows_at_once
+from tandem.engine.cpu.tiles_kernel import PAIR, TILE_NUMBERS, begin_pass, multiply_rows, rows_at_once, rows_of_pass
 from tandem.engine.huge_pages import FLOAT_BYTES
 
 _VEC = vir.Vectors(ROWS)
@@ -38,50 +38,30 @@ _MOST_UNPACKED = 512
 # How far on weights are fetched while others are unpacked; and for few rows, whose limit is memory, how many lines
 # beyond that with each tile of K while these are multiplied.
 _BYTES_AHEAD, _LINES_BESIDE = 8192, 4
-_INDEX, _SHORT, _BYTE = ir.IntType(32), ir.IntType(16), ir.IntType(8)
-_WORDS = ir.VectorType(_INDEX, ROWS)
-_HALVES = ir.VectorType(_SHORT, 2 * ROWS)
-
-
-def _load(builder: Any, kind: Any, address: Any) -> Any:
-    loaded = builder.load(builder.inttoptr(address, kind.as_pointer()))
-    loaded.align = 1
-    return loaded
-
-
-def _store(builder: Any, value: Any, address: Any) -> None:
-    builder.store(value, builder.inttoptr(address, value.type.as_pointer())).align = FLOAT_BYTES
+_WORDS = ir.VectorType(ir.IntType(32), ROWS)
+_HALVES = ir.VectorType(ir.IntType(16), 2 * ROWS)
 
 
 def _emit_unpack_int8(builder: Any, panel: Any, numbers: Any, target: Any) -> None:
     """So many numbers of K of a panel `[K][32]`, as `[K / 2][32][2]`."""
-    step, bytes_type = numbers.type(2 * PANEL), ir.VectorType(_BYTE, ROWS)
+    step = numbers.type(2 * PANEL)
     upper = _VEC.integers(0xFFFF0000 - (1 << 32))
     with cgutils.for_range(builder, builder.udiv(numbers, numbers.type(2))) as loop:
         start = vir.advance(builder, panel, step, loop.index)
         to = vir.advance(builder, target, numbers.type(_PAIR_BYTES), loop.index)
         vir.prefetch(builder, vir.offset(builder, start, _BYTES_AHEAD))
         for n in range(_NUM_VECTORS):
+            places = (vir.offset(builder, start, row * PANEL + n * ROWS) for row in range(2))
             first, second = (
-                builder.bitcast(
-                    builder.sitofp(
-                        builder.sext(
-                            _load(builder, bytes_type, vir.offset(builder, start, row * PANEL + n * ROWS)), _WORDS
-                        ),
-                        _VEC.type,
-                    ),
-                    _WORDS,
-                )
-                for row in range(2)
+                builder.bitcast(_VEC.load_int8(builder, place, alignment=1), _WORDS) for place in places
             )
             pair = builder.or_(builder.lshr(first, _VEC.integers(16)), builder.and_(second, upper))
-            _store(builder, pair, vir.offset(builder, to, n * ROW_BYTES))
+            vir.store_bits(builder, pair, vir.offset(builder, to, n * ROW_BYTES))
 
 
 def _emit_unpack_int4(builder: Any, panel: Any, numbers: Any, target: Any) -> None:
     """So many numbers of K of a panel of words `[K / 8][32]`, as `[K / 2][32][2]`; they are looked up in a register."""
-    values = [float(number if number < 8 else number - 16) for number in range(16)]
-    table = ir.Constant(_HALVES, [_short_bits(value) for value in values] * 2)
+    table = ir.Constant(_HALVES, [_short_bits(value) for value in vir.INT4_VALUES] * 2)
     look_up = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(_HALVES, [_HALVES, _HALVES]), "llvm.x86.avx512.permvar.hi.512"
     )
@@ -92,7 +72,7 @@ def _emit_unpack_int4(builder: Any, panel: Any, numbers: Any, target: Any) -> No
         for n in range(_NUM_VECTORS):
             place = vir.offset(builder, start, n * ROW_BYTES)
             vir.prefetch(builder, vir.offset(builder, place, _BYTES_AHEAD))
-            packed = _load(builder, _WORDS, place)
+            packed = _VEC.load_integers(builder, place)
             for pair in range(_WORD // 2):
                 # Bits of two numbers to the lowest of each half; what is above five bits does not count, and the table
                 # has all values twice.
@@ -101,7 +81,7 @@ def _emit_unpack_int4(builder: Any, panel: Any, numbers: Any, target: Any) -> No
                     builder.and_(both, low), builder.and_(builder.shl(both, _VEC.integers(12)), high)
                 )  # fmt: skip
                 found = builder.call(look_up, [table, builder.bitcast(places, _HALVES)])
-                _store(builder, found, vir.offset(builder, to, pair * _PAIR_BYTES + n * ROW_BYTES))
+                vir.store_bits(builder, found, vir.offset(builder, to, pair * _PAIR_BYTES + n * ROW_BYTES))
 
 
 def _short_bits(value: float) -> int:
@@ -149,9 +129,7 @@ def _multiply_panel(bits, x, x_stride, num_rows, k, panel, scales, group, unpack
         ahead = weights + count * PANEL * bits // 8 + _BYTES_AHEAD
         is_first, is_last = begin % group == 0, (begin + count) % group == 0 or begin + count == k
         for row in range(0, num_rows, PAIR):
-            left = min(num_rows - row, PAIR)
-            if row > 0 and left < PAIR:
-                begin_pass(left)
+            left = rows_of_pass(row, num_rows)
             place = sums + row * _OUTPUT_BYTES
             multiply_rows(
                 x + row * x_stride + begin * vir.SHORT_BYTES, x_stride, left, unpacked, count // TILE_NUMBERS, place,
@@ -163,8 +141,6 @@ def _multiply_panel(bits, x, x_stride, num_rows, k, panel, scales, group, unpack
                     _scale(left, place, of_group, y + row * y_stride, y_stride)
                 else:
                     _add_scaled(left, place, of_group, y + row * y_stride, y_stride)
-        if num_rows > PAIR and num_rows % PAIR:
-            begin_pass(PAIR)
         begin += count
 
 

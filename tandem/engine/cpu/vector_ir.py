@@ -29,6 +29,8 @@ _log = logging.getLogger(__name__)
 SHORT_BYTES = 2
 #: Whole numbers of 4 bits that lie in a word of 32.
 INT4_PER_WORD = 8
+#: What their bits mean.
+INT4_VALUES = [float(number if number < 8 else number - 16) for number in range(16)]
 
 #: What pages of K and V hold, as kernels are told it; bytes of a number, and of the scale behind those of a head.
 FLOAT32, BFLOAT16, INT8 = range(3)
@@ -198,6 +200,11 @@ def store_real(builder: Any, number: Any, address: Any) -> None:
     builder.store(number, builder.inttoptr(address, REAL.as_pointer()))
 
 
+def store_bits(builder: Any, vector: Any, address: Any) -> None:
+    """A vector of any type, as it is."""
+    builder.store(vector, builder.inttoptr(address, vector.type.as_pointer())).align = FLOAT_BYTES
+
+
 def square_root(builder: Any, number: Any) -> Any:
     function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(REAL, [REAL]), "llvm.sqrt.f32")
     return builder.call(function, [number])
@@ -272,7 +279,7 @@ class Vectors:
         if self.lanes == _WIDE:  # a table in a register; what is above the lowest bits of an index does not count
             signature = ir.FunctionType(self.type, [self.type, self._integers])
             look_up = cgutils.get_or_insert_function(builder.module, signature, "llvm.x86.avx512.permvar.sf.512")
-            table = self.constant([float(number if number < 8 else number - 16) for number in range(16)])
+            table = self.constant(INT4_VALUES)
             return builder.call(look_up, [table, words])
         return builder.sitofp(builder.ashr(builder.shl(words, self.integers(28)), self.integers(28)), self.type)
 

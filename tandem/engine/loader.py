@@ -140,8 +140,14 @@ class Types:
 
     @property
     def in_tiles(self) -> bool:
-        """Whether many rows are multiplied at once, in linear layers, and in attention where tiles fit pages."""
+        """Whether many rows are multiplied at once."""
         return self.multiplied == SHORT_IN_TILES
+
+    @property
+    def products(self) -> str:
+        """How bfloat16 is multiplied as it is, in linear layers, and in attention where heads and pages fit; empty: it
+        is not."""
+        return {SHORT: "by two", SHORT_IN_TILES: "in tiles"}.get(self.multiplied, "")
 
     @classmethod
     def all_of(cls, dtype: str) -> Types:
@@ -423,8 +429,7 @@ def weights_sha256(model: PreTrainedModel, types: Types) -> str:
     """
     digest = hashlib.sha256()
     if types.multiplied != types.computed:
-        attention = " and attention" if types.in_tiles else ""
-        digest.update(f"products{attention} of {types.multiplied}\n".encode())
+        digest.update(f"products and attention of {types.multiplied}\n".encode())
     if types.quantized:
         which = "quantised weights kept as" if types.only_stored else "weights rounded to"
         digest.update(f"{which} {types.quantized}\n".encode())

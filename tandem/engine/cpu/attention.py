@@ -1,4 +1,4 @@
-"""Attention on the CPU, by the paged kernels: in float32, or of bfloat16 in tiles."""
+"""Attention on the CPU, by the paged kernels: in float32, or by products of bfloat16."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ from tandem.engine.arena import KVArena
 from tandem.engine.attention.reference import AttentionParams
 from tandem.engine.batch import PagedBatch
 from tandem.engine.cpu.attention_kernel import ATTEND, Reads, attend_call, row_blocks
-from tandem.engine.cpu.attention_tiles import ATTEND_IN_TILES
+from tandem.engine.cpu.attention_short import ATTEND_BY_TWO, ATTEND_IN_TILES
 from tandem.engine.cpu.lending import threads_now
 from tandem.engine.cpu.threads import Kernel, run
 from tandem.engine.layout import KVLayout
+
+_SHORT = {"by two": ATTEND_BY_TWO, "in tiles": ATTEND_IN_TILES}
 
 
 class CPUAttention:
     """Reads the pages in place, for single tokens and chunks alike."""
 
-    def __init__(self, num_threads: int, *, in_tiles: bool = False) -> None:
-        """`in_tiles`: queries and weights are rounded to bfloat16; only for pages that tiles take."""
-        self.num_threads, self._in_tiles = num_threads, in_tiles
-        self.name = "cpu, in tiles" if in_tiles else "cpu"
+    def __init__(self, num_threads: int, products: str = "") -> None:
+        """`products`: queries and weights are rounded to bfloat16 and multiplied so (`loader.Types.products`); only for
+        pages that `attention_short` takes. Empty: nothing is rounded."""
+        self.num_threads, self._short = num_threads, _SHORT[products] if products else None
+        self.name = f"cpu, {products}" if products else "cpu"
 
     def kernel(self, layout: KVLayout) -> Kernel:
         """Computes attention over such pages."""
-        return ATTEND_IN_TILES if self._in_tiles else ATTEND[layout.dtype]
+        return self._short or ATTEND[layout.dtype]
 
     def attend(
         self, batch: PagedBatch, arena: KVArena, layer: int, query: torch.Tensor, params: AttentionParams

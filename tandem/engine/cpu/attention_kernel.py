@@ -38,7 +38,7 @@ from tandem.engine.cpu.attention_lanes import (
 )
 from tandem.engine.cpu.compiling import inlined
 from tandem.engine.cpu.threads import Kernel
-from tandem.engine.cpu.vector_ir import BFLOAT16, FLOAT32, INT8, KV_ITEM_BYTES, SCALE_BYTES
+from tandem.engine.cpu.vector_ir import BFLOAT16, FLOAT32, INT8, KV_ITEM_BYTES, PAIRS, SCALE_BYTES
 from tandem.engine.huge_pages import FLOAT_BYTES, LINE_BYTES
 from tandem.engine.layout import KVLayout
 
@@ -46,7 +46,7 @@ _vec, _half = VEC, HALF
 # Numba takes these for constants.
 _LANES, _VECTOR_BYTES = _vec.lanes, _vec.num_bytes
 #: Heads that share a load, at most: their sums have registers.
-_TILE_HEADS = 3
+TILE_HEADS = 3
 #: Slots of a tile. A row alone takes one of each KV head before the next slots.
 _TILE_SLOTS = 4
 #: Rows that go over a page together without lanes, at most; and how many lanes a block must fill to have them: below,
@@ -56,16 +56,17 @@ _FEW_ROWS, _FEWEST_LANES = 8, 2 * _LANES
 _TAIL_LANES = _LANES * 3 // 8
 # Keys are prefetched twice, because a CPU with too many outstanding prefetches drops some: once with the next page, and
 # once so many bytes ahead, which is still early enough.
-_NEAR_BYTES = 8192
+NEAR_BYTES = 8192
 
 
 def _score_tile(kind: int, num_heads: int, num_slots: int, *, ahead: bool, unrolled: int = 1) -> Callable[..., None]:
-    """Products of `num_heads` queries with the keys of `num_slots` slots, `unrolled` vectors of them at a time.
+    """Products of `num_heads` queries with the keys of `num_slots` slots, `unrolled` vectors of them at a time. With
+    keys of pairs the queries are pairs, too.
 
     Arguments, in addresses, bytes and counts: queries, the bytes of one, keys, their stride, scores, their stride from
-    head to head; how far on to prefetch, where `ahead`, beside `_NEAR_BYTES`; then the scale.
+    head to head; how far on to prefetch, where `ahead`, beside `NEAR_BYTES`; then the scale.
     """
-    item_bytes = KV_ITEM_BYTES[kind]
+    item_bytes, multiply_add = KV_ITEM_BYTES[kind], _vec.fma_by_two if kind == PAIRS else _vec.fma
 
     def emit(
         builder: Any, query: Any, num_bytes: Any, key: Any, key_stride: Any, scores: Any, stride: Any, distance: Any,
@@ -95,9 +96,9 @@ def _score_tile(kind: int, num_heads: int, num_slots: int, *, ahead: bool, unrol
                     if ahead and n * vec.lanes * item_bytes % LINE_BYTES == 0:
                         place = vir.offset(builder, start, n * vec.lanes * item_bytes)
                         vir.prefetch(builder, builder.add(place, distance))
-                        vir.prefetch(builder, vir.offset(builder, place, _NEAR_BYTES))
+                        vir.prefetch(builder, vir.offset(builder, place, NEAR_BYTES))
                     for head_parts, head_sums in zip(parts, sums, strict=True):
-                        total = _vec.fma(builder, head_parts[n], key_part, builder.load(head_sums[slot]))
+                        total = multiply_add(builder, head_parts[n], key_part, builder.load(head_sums[slot]))
                         builder.store(total, head_sums[slot])
                 start = builder.add(start, key_stride)
 
@@ -189,10 +190,10 @@ def _choose(builder: Any, is_so: Any, then: Callable[[], None], otherwise: Calla
             otherwise()
 
 
-def _tiles_by(make: Callable[[int, bool, bool], Callable[..., None]], num_addresses: int) -> Callable[..., None]:
+def tiles_by(make: Callable[[int, bool, bool], Callable[..., None]], num_addresses: int) -> Callable[..., None]:
     """Calls one of several tiles.
 
-    Its arguments are how many heads (1 to `_TILE_HEADS`), whether it is the large tile, and then those of a tile, of
+    Its arguments are how many heads (1 to `TILE_HEADS`), whether it is the large tile, and then those of a tile, of
     whose addresses the last is how far ahead to prefetch: at 0 it is a tile that does not.
 
     Args:
@@ -226,7 +227,7 @@ def _tiles_by(make: Callable[[int, bool, bool], Callable[..., None]], num_addres
                 is_it = builder.icmp_signed("==", heads, heads.type(num_heads))
                 _choose(builder, is_it, lambda: call(num_heads), lambda: at_least(num_heads - 1))
 
-        at_least(_TILE_HEADS)
+        at_least(TILE_HEADS)
 
     return emit
 
@@ -269,7 +270,7 @@ _exponentials = vir.kernel(2, 1, types.float32, _emit_exponentials)
 def _scores_of(kind: int) -> Callable[..., None]:
     # A line is fetched once: where it holds several vectors, these are of one step.
     per_line = max(1, LINE_BYTES // (_LANES * KV_ITEM_BYTES[kind])) if kind != FLOAT32 else 1
-    return _tiles_by(
+    return tiles_by(
         lambda heads, large, ahead: _score_tile(
             kind, heads, _TILE_SLOTS if large else 1, ahead=ahead, unrolled=per_line if ahead else 1
         ),
@@ -278,11 +279,11 @@ def _scores_of(kind: int) -> Callable[..., None]:
 
 
 def _scores_of_many(kind: int) -> Callable[..., None]:
-    return _tiles_by(lambda _, __, ahead: _score_tile(kind, 1, _LANES, ahead=ahead, unrolled=4), 7)
+    return tiles_by(lambda _, __, ahead: _score_tile(kind, 1, _LANES, ahead=ahead, unrolled=4), 7)
 
 
 def _values_of(kind: int) -> Callable[..., None]:
-    return _tiles_by(lambda heads, large, ahead: _value_tile(kind, heads, 4 if large else 1, ahead=ahead), 8)
+    return tiles_by(lambda heads, large, ahead: _value_tile(kind, heads, 4 if large else 1, ahead=ahead), 8)
 
 
 def _values_of_half(kind: int) -> Callable[..., None]:
@@ -350,7 +351,7 @@ def _add_values(kind, heads, weights, stride, value, token_bytes, slots, total, 
 
 
 @inlined
-def _walk_row(  # type: ignore[no-untyped-def] # pragma: no cover
+def walk_row(  # type: ignore[no-untyped-def] # pragma: no cover
     kind,
     adds,
     vectors,
@@ -375,8 +376,8 @@ def _walk_row(  # type: ignore[no-untyped-def] # pragma: no cover
         for kv_head in range(kv_heads):
             at = kv + slot * token_bytes + kv_head * kv_bytes
             fetch = ahead
-            for member in range(0, group, _TILE_HEADS):
-                heads, first = min(_TILE_HEADS, group - member), kv_head * group + member
+            for member in range(0, group, TILE_HEADS):
+                heads, first = min(TILE_HEADS, group - member), kv_head * group + member
                 vector, score = vectors + first * head_bytes, scores + first * stride + slot * FLOAT_BYTES
                 if adds:
                     _add_values(kind, heads, score, stride, at, token_bytes, count, vector, head_bytes, fetch)
@@ -486,7 +487,7 @@ def _attend_of(kind: int) -> Callable[[Any, Any, Any], None]:
                     key = page + first_head * kv_bytes + low * token_bytes
                     seen = at + low * FLOAT_BYTES
                     queries = query + (first_row * num_heads + first_head * group) * head_bytes
-                    _walk_row(
+                    walk_row(
                         kind, False, queries, head_bytes, own, group, key, kv_bytes, token_bytes, slots, seen, stride,
                         ahead, scaling,
                     )  # fmt: skip
@@ -499,7 +500,7 @@ def _attend_of(kind: int) -> Callable[[Any, Any, Any], None]:
                             scales = value + head // group * kv_bytes + head_dim
                             _scale(seen + head * stride, scales, token_bytes, slots)
                     sums = total.ctypes.data
-                    _walk_row(
+                    walk_row(
                         kind, True, sums, head_bytes, own, group, value, kv_bytes, token_bytes, slots, seen, stride,
                         ahead, scaling,
                     )  # fmt: skip
@@ -539,8 +540,8 @@ def _attend_of(kind: int) -> Callable[[Any, Any, Any], None]:
                         if slots < 1:
                             continue
                         value = keys + (page_size + low) * token_bytes
-                        for member in range(0, group, _TILE_HEADS):
-                            heads = min(_TILE_HEADS, group - member)
+                        for member in range(0, group, TILE_HEADS):
+                            heads = min(TILE_HEADS, group - member)
                             weights = at + (row * group + member) * stride + low * FLOAT_BYTES
                             sums = total.ctypes.data + (row * num_own + kv_head * group + member) * head_bytes
                             _add_values(

@@ -13,7 +13,7 @@ from tandem.engine.attention.interface import AttentionBackend
 from tandem.engine.attention.reference import ReferenceAttention
 from tandem.engine.cpu.attention import CPUAttention
 from tandem.engine.cpu.attention_kernel import can_attend
-from tandem.engine.cpu.attention_tiles import can_attend_in_tiles
+from tandem.engine.cpu.attention_short import can_attend_short
 from tandem.engine.cpu.decode_programs import DecodePrograms
 from tandem.engine.cpu.decoder import FusedDecoder
 from tandem.engine.cpu.draw_kernel import compile_draw_kernel
@@ -49,7 +49,7 @@ class CPUKernels:
     def attention(self, layout: KVLayout, types: Types | None = None, _sinks: bool = False) -> AttentionBackend:
         types = types or Types.all_of(layout.dtype)
         if types.computed == "float32" and can_attend(layout):
-            return CPUAttention(self._num_threads, in_tiles=types.in_tiles and can_attend_in_tiles(layout))
+            return CPUAttention(self._num_threads, types.products if can_attend_short(layout) else "")
         return ReferenceAttention()
 
     def compile_attention(self, layout: KVLayout, types: Types) -> None:
@@ -72,7 +72,7 @@ class CPUKernels:
             linear += f" {types.quantized}"
         if types.multiplies_short:
             multiply_short(model, in_tiles=types.in_tiles)
-            linear += " in tiles" if types.in_tiles else " by two"
+            linear += f" {types.products}"
         return Fused(parts, linear)
 
     def decoder(self, model: PreTrainedModel, layout: KVLayout, _max_context: int) -> FusedDecoder | None:

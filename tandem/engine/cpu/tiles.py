@@ -78,9 +78,9 @@ def emit_multiply(builder: Any, sums: int, rows: int, columns: int) -> None:
     _call(builder, "tdpbf16ps", *map(_register, (sums, rows, columns)))
 
 
-def _emit_release(builder: Any) -> None:
+def emit_release(builder: Any) -> None:
+    """End the use of registers by this thread, so that its switches to others cost no more than before."""
     _call(builder, "tilerelease")
 
 
-#: Ends the use of registers by this thread, so that its switches to others cost no more than before.
-release = vir.kernel(0, 0, types.void, _emit_release)
+release = vir.kernel(0, 0, types.void, emit_release)

@@ -32,9 +32,10 @@ INT4_PER_WORD = 8
 #: What their bits mean.
 INT4_VALUES = [float(number if number < 8 else number - 16) for number in range(16)]
 
-#: What pages of K and V hold, as kernels are told it; bytes of a number, and of the scale behind those of a head.
-FLOAT32, BFLOAT16, INT8 = range(3)
-KV_ITEM_BYTES, SCALE_BYTES = (FLOAT_BYTES, SHORT_BYTES, 1), (0, 0, KV_SCALE_BYTES)
+#: What pages of K and V hold, as kernels are told it; bytes of a number, and of the scale behind those of a head. Pairs
+#: are numbers of bfloat16 that are multiplied two at a time, as one.
+FLOAT32, BFLOAT16, INT8, PAIRS = range(4)
+KV_ITEM_BYTES, SCALE_BYTES = (FLOAT_BYTES, SHORT_BYTES, 1, 2 * SHORT_BYTES), (0, 0, KV_SCALE_BYTES, 0)
 
 REAL = ir.FloatType()
 _INDEX = ir.IntType(32)
@@ -224,6 +225,28 @@ def store_bfloat16(builder: Any, value: Any, address: Any, to: Any = _BFLOAT) ->
     builder.store(builder.fptrunc(value, to), builder.inttoptr(address, to.as_pointer())).align = SHORT_BYTES
 
 
+def shuffled(builder: Any, first: Any, second: Any, places: list[int]) -> Any:
+    """What lies at these places of two vectors, one behind the other."""
+    return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(_INDEX, len(places)), places))
+
+
+def transposed(builder: Any, rows: list[Any]) -> list[Any]:
+    """The columns of as many vectors of numbers of 32 bits as each has numbers, a power of two."""
+    count, width = len(rows), 1
+    while width < count:
+        # Blocks of `width` by `width` at the far corners of blocks twice as wide change places.
+        low = [i if not i & width else i - width + count for i in range(count)]
+        high = [i + width if not i & width else i + count for i in range(count)]
+        rows = [
+            shuffled(builder, rows[i], rows[i + width], low)
+            if not i & width
+            else shuffled(builder, rows[i - width], rows[i], high)
+            for i in range(count)
+        ]
+        width *= 2
+    return rows
+
+
 class Vectors:
     """Vectors of so many float32.
 
@@ -320,6 +343,13 @@ class Vectors:
         function = ir.FunctionType(self.type, [self.type] * 3)
         fma = cgutils.get_or_insert_function(builder.module, function, f"llvm.fma.v{self.lanes}f32")
         return builder.call(fma, [a, b, c])
+
+    def spread_bits(self, builder: Any, address: Any) -> Any:
+        """The 32 bits at an address, in all lanes."""
+        unset = ir.Constant(self._integers, ir.Undefined)
+        loaded = builder.load(builder.inttoptr(address, _INDEX.as_pointer()))
+        first = builder.insert_element(unset, loaded, ir.Constant(_INDEX, 0))
+        return builder.shuffle_vector(first, unset, self.integers(0))
 
     def fma_by_two(self, builder: Any, a: Any, b: Any, c: Any) -> Any:
         """`c` and two products of bfloat16, where each lane of `a` and of `b` is the bits of two: the sum of each lane.

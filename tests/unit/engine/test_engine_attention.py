@@ -21,7 +21,7 @@ from tandem.engine.attention.reference import AttentionParams, ReferenceAttentio
 from tandem.engine.batch import PagedBatch, SequenceInput, build_batch
 from tandem.engine.cpu.attention import CPUAttention
 from tandem.engine.cpu.attention_kernel import ATTEND, row_blocks
-from tandem.engine.cpu.vector_ir import has_bfloat16_tiles, has_wide_vectors
+from tandem.engine.cpu.vector_ir import has_bfloat16_products, has_bfloat16_tiles, has_wide_vectors
 from tandem.engine.cuda.attention import refusal
 from tandem.engine.cuda.decode_step import DecodeStep
 from tandem.engine.fuse.small_model import has_sinks
@@ -34,19 +34,25 @@ SHAPES = [
     (1, 1, 8, 1), (8, 2, 128, 16), (4, 4, 72, 16), (4, 2, 16, 5), (6, 1, 40, 16), (8, 8, 64, 32), (12, 4, 80, 7),
     (10, 2, 24, 32), (24, 12, 32, 16),
 ]  # fmt: skip
-IN_TILES = "bfloat16 in tiles"
+#: Ways to multiply bfloat16 as it is, and what they need.
+SHORT_WAYS = {
+    "bfloat16 by two": pytest.mark.skipif(not has_bfloat16_products(), reason="this CPU multiplies no bfloat16"),
+    "bfloat16 in tiles": pytest.mark.skipif(not has_bfloat16_tiles(), reason="this CPU has no tiles of bfloat16"),
+}
 #: Of heads and pages that fill tiles: some for which the heads of a row alone take a vector, two or a part of one.
-TILE_SHAPES = [
+SHORT_SHAPES = [
     (8, 2, 128, 16), (8, 8, 64, 32), (24, 12, 32, 16), (12, 4, 64, 32), (32, 2, 96, 48), (3, 1, 32, 16),
     (40, 20, 64, 32), (20, 1, 256, 16), (5, 5, 32, 128),
 ]  # fmt: skip
 WAYS = [pytest.param(shape, dtype, id=f"{shape}-{dtype}") for dtype in ATTEND for shape in SHAPES] + [
-    pytest.param(
-        shape, IN_TILES, id=f"{shape}-{IN_TILES}",
-        marks=pytest.mark.skipif(not has_bfloat16_tiles(), reason="this CPU has no tiles of bfloat16"),
-    )
-    for shape in TILE_SHAPES
+    pytest.param(shape, way, id=f"{shape}-{way}", marks=needs)
+    for way, needs in SHORT_WAYS.items()
+    for shape in SHORT_SHAPES
 ]  # fmt: skip
+# Of each of them a shape of few heads to a KV head, and one of several KV heads to a vector.
+ODD_WAYS = [
+    way for way in WAYS if way.values[1] in SHORT_WAYS and way.values[0] in (SHORT_SHAPES[-3], SHORT_SHAPES[-1])
+]
 WINDOWS = [0, 1, 2, 7, 33, 10_000]
 SOFTCAPS = [0.0, 3.0]
 # start and end of each sequence: decode rows at page edges, chunks with and without a prefix.
@@ -76,11 +82,11 @@ def ragged(layout: KVLayout, spans: list[tuple[int, int]], seed: int) -> tuple[K
 
 
 def attention(way: str, num_threads: int) -> CPUAttention:
-    return CPUAttention(num_threads, in_tiles=way == IN_TILES)
+    return CPUAttention(num_threads, way.removeprefix("bfloat16 ") if way in SHORT_WAYS else "")
 
 
 def pages_of(way: str) -> str:
-    return "bfloat16" if way == IN_TILES else way
+    return "bfloat16" if way in SHORT_WAYS else way
 
 
 def sinks_of(heads: int) -> torch.Tensor:
@@ -94,16 +100,16 @@ def sinks_of(heads: int) -> torch.Tensor:
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize(("shape", "way"), WAYS)
 def test_cpu_attention_matches_reference(shape: tuple[int, int, int, int], num_threads: int, way: str) -> None:
-    """In tiles weights have 8 bits, and those of a context of 200 tokens are off by 2 ** -9 each."""
+    """Weights that are bfloat16 have 8 bits, and those of a context of 200 tokens are off by 2 ** -9 each."""
     heads, kv_heads, head_dim, page_size = shape
     layout = KVLayout(1, kv_heads, head_dim, page_size, pages_of(way))
-    far, far_on_average = (0.01, 5e-4) if way == IN_TILES else (1e-5, 1e-6)
+    far, far_on_average = (0.01, 5e-4) if way in SHORT_WAYS else (1e-5, 1e-6)
     arena, batch = ragged(layout, SPANS, seed=heads)
     query = torch.randn(batch.num_tokens, heads, head_dim, generator=torch.Generator().manual_seed(0))
-    if way == IN_TILES:
+    if way in SHORT_WAYS:
         query = query.bfloat16().float()
     # What a row sees is found by the same code for all types of numbers.
-    is_whole = way in ("float32", IN_TILES)
+    is_whole = way == "float32" or way in SHORT_WAYS
     asked = itertools.product(WINDOWS, SOFTCAPS) if is_whole else [(0, 0.0), (7, 3.0), (33, 0.0)]
     for index, (window, softcap) in enumerate(asked):
         sinks = sinks_of(heads) if index % 3 else None
@@ -218,7 +224,7 @@ def test_blocks_hold_each_row_once(group: int) -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 64])
 @pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
-@pytest.mark.parametrize(("shape", "way"), [((6, 2, 16, 16), "float32"), WAYS[-3], WAYS[-1]])
+@pytest.mark.parametrize(("shape", "way"), [((6, 2, 16, 16), "float32"), *ODD_WAYS])
 def test_a_row_meets_nothing_of_what_only_others_of_its_chunk_see(
     shape: tuple[int, int, int, int], way: str, part: int, num_rows: int
 ) -> None:

@@ -345,7 +345,7 @@ import sys
 import torch
 import engine_helpers as helpers
 from tandem.engine.cpu import attention_kernel
-from tandem.engine.cpu import attention_tiles
+from tandem.engine.cpu import attention_short
 from tandem.engine.cpu import layer_kernels
 from tandem.engine.cpu import packed_kernel
 from tandem.engine.cpu import tiles_kernel
@@ -366,11 +366,12 @@ short = {"bfloat16": packed_kernel.BY_TWO, "bfloat16 in tiles": tiles_kernel.IN_
 if types.quantized and types.in_tiles:
     short = tiles_quantized.QUANTIZED_IN_TILES[int(types.quantized[3:])]
 products = short or packed_kernel.PRODUCTS[getattr(torch, types.stored)]
-in_tiles = types.in_tiles and engine.layout.head_dim % 32 == 0
+of_short = {"by two": attention_short.ATTEND_BY_TWO, "in tiles": attention_short.ATTEND_IN_TILES}.get(types.products)
+fits = engine.layout.head_dim % 32 == 0
 KERNELS = (products.multiply, products.multiply_gated, layer_kernels.normalize_rows,
            layer_kernels.PLACE_HEADS[engine.layout.dtype], layer_kernels.add_rows, layer_kernels.gather_rows,
            layer_kernels.GATHER[getattr(torch, engine.types.stored)],
-           attention_tiles.ATTEND_IN_TILES if in_tiles else attention_kernel.ATTEND[engine.layout.dtype],
+           of_short if of_short and fits else attention_kernel.ATTEND[engine.layout.dtype],
            *((packed_kernel.round_rows,) if short else ()))
 
 def compiled():

@@ -269,7 +269,7 @@ def test_products_of_bfloat16_are_near_and_the_same_bits_however_the_work_is_cut
     assert (engine.linear, engine.types) == (linear, Types("float32", "bfloat16", multiplied))
     assert engine.fused == exact.fused
     fits = engine.layout.head_dim % 32 == 0
-    assert engine.attention == ("cpu, in tiles" if fits and multiplied == loader.SHORT_IN_TILES else "cpu")
+    assert engine.attention == (f"cpu, {engine.types.products}" if fits else "cpu")
     assert_the_same_bits_however_the_work_is_cut(engine, threaded)
     ours, theirs = (logits_of_a_prompt(one) for one in (engine, exact))
     assert not torch.equal(ours, theirs), "it is a type of its own"

@@ -103,7 +103,7 @@ def load_config(model_dir: str | os.PathLike[str]) -> PreTrainedConfig:
     return part
 
 
-#: Products of bfloat16, as `Types.multiplied` calls them. In tiles those of attention are too, where tiles fit pages.
+#: Products of bfloat16, as `Types.multiplied` calls them. Those of attention are too, where heads and pages fit.
 SHORT, SHORT_IN_TILES = "bfloat16", "bfloat16 in tiles"
 
 
@@ -115,8 +115,8 @@ class Types:
         computed: of all that is computed; but of what linear layers multiply, see `multiplied`. K and V in the pages
             may have fewer bits, see `choose_kv_dtype`.
         stored: of the weights in memory. Fewer bits than `computed` has are widened on the way.
-        multiplied: of both factors in linear layers; sums are of `computed`. `SHORT_IN_TILES` is bfloat16, too, whose
-            products are added up in another order.
+        multiplied: of both factors in linear layers, and in attention where heads and pages fit; sums are of
+            `computed`. `SHORT_IN_TILES` is bfloat16, too, whose products are added up in another order.
         quantized: `int8` or `int4`: to whole numbers of so many bits the weights of linear layers are rounded once they
             are in memory; empty: they stay.
         only_stored: but those of linear layers stay that do not come quantised.
@@ -135,8 +135,8 @@ class Types:
 
     @property
     def multiplies_short(self) -> bool:
-        """Whether both factors are bfloat16 in linear layers, whatever else is computed in."""
-        return self.multiplied in (SHORT, SHORT_IN_TILES)
+        """Whether both factors are bfloat16, whatever else is computed in."""
+        return bool(self.products)
 
     @property
     def in_tiles(self) -> bool:

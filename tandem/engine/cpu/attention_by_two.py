@@ -19,14 +19,24 @@ from tandem.engine.cpu.attention_kernel import NEAR_BYTES, tiles_by
 from tandem.engine.cpu.tiles import ROW_BYTES, ROWS, TILE_BYTES
 from tandem.engine.huge_pages import FLOAT_BYTES
 
+#: Of where a lane's query and output lie.
+OFFSET_BYTES = 8
+
 _VEC = vir.Vectors(ROWS)
 _PAIR_BYTES = 2 * vir.SHORT_BYTES
+_SHORTS = ir.VectorType(ir.IntType(16), 2 * ROWS)
 #: Of half a unit of slots.
 _GROUPS = 2
 # A loop's steps that are written out: their loads need no addresses of their own.
 _STEPS = 4
 # Keys whose scores are made together: sums, and what these are added to, just have registers.
 _KEYS_ABREAST = 4
+
+
+def interleaved(builder: Any, first: Any, second: Any) -> list[Any]:
+    """Pairs of the numbers at the same place of two vectors of 32: those of the lower half of each, of the upper."""
+    halves = [[place for n in range(begin, begin + ROWS) for place in (n, n + 2 * ROWS)] for begin in (0, ROWS)]
+    return [vir.shuffled(builder, first, second, places) for places in halves]
 
 
 def _load_pairs(builder: Any, address: Any) -> Any:
@@ -128,12 +138,12 @@ def emit_add_values(
 
 
 def emit_begin_alone(
-    builder: Any, total: Any, before: Any, shrunk: Any, num_tiles: Any, num_queries: Any
+    builder: Any, total: Any, before: Any, rescale: Any, num_tiles: Any, num_queries: Any
 ) -> None:
-    """Sums of so many queries, whose numbers lie behind one another, shrink by their lane of `shrunk`; what they were
+    """Sums of so many queries, whose numbers lie behind one another, shrink by their lane of `rescale`; what they were
     is left at `before`."""
     with cgutils.for_range(builder, num_queries) as query:
-        factor = vir.load_real(builder, vir.advance(builder, shrunk, num_queries.type(FLOAT_BYTES), query.index))
+        factor = vir.load_real(builder, vir.advance(builder, rescale, num_queries.type(FLOAT_BYTES), query.index))
         factors = _VEC.spread(builder, factor)
         with cgutils.for_range(builder, num_tiles) as loop:
             index = builder.add(builder.mul(query.index, num_tiles), loop.index)
@@ -160,10 +170,6 @@ def _value_tile(num_queries: int, num_loads: int, *, ahead: bool) -> Any:
     Arguments, in addresses, bytes and counts: weights, a row for each pair; values, from one slot to the next; pairs;
     sums, from one query to the next; how far ahead to prefetch, where `ahead`.
     """
-    # Of two vectors: what lies in the lower, and in the upper half of each.
-    halves = [[place for n in range(begin, begin + ROWS) for place in (n, n + 2 * ROWS)] for begin in (0, ROWS)]
-    shorts = ir.VectorType(ir.IntType(16), 2 * ROWS)
-
     def emit(
         builder: Any, weights: Any, values: Any, value_stride: Any, num_pairs: Any, total: Any, stride: Any,
         distance: Any,
@@ -182,8 +188,8 @@ def _value_tile(num_queries: int, num_loads: int, *, ahead: bool) -> Any:
                     if ahead:
                         vir.prefetch(builder, builder.add(place, distance))
                         vir.prefetch(builder, vir.offset(builder, place, NEAR_BYTES))
-                    both.append(builder.bitcast(_load_pairs(builder, place), shorts))
-                parts += [vir.shuffled(builder, both[0], both[1], half) for half in halves]
+                    both.append(builder.bitcast(_load_pairs(builder, place), _SHORTS))
+                parts += interleaved(builder, both[0], both[1])
             own = vir.advance(builder, weights, num_pairs.type(ROW_BYTES), loop.index)
             for query, row in enumerate(sums):
                 weight = _VEC.spread_bits(builder, vir.offset(builder, own, query * _PAIR_BYTES))
@@ -210,7 +216,7 @@ def emit_finish_alone(
     with cgutils.for_range(builder, num_queries) as query:
         weight = vir.load_real(builder, vir.advance(builder, weight_sum, num_tiles.type(FLOAT_BYTES), query.index))
         inverse = _VEC.spread(builder, builder.fdiv(vir.REAL(1.0), weight))
-        place = vir.advance(builder, offsets, num_tiles.type(8), query.index)
+        place = vir.advance(builder, offsets, num_tiles.type(OFFSET_BYTES), query.index)
         output = builder.add(start, builder.load(builder.inttoptr(place, start.type.as_pointer())))
         with cgutils.for_range(builder, num_tiles) as loop:
             index = builder.add(builder.mul(query.index, num_tiles), loop.index)

@@ -49,7 +49,6 @@ _PAIRED_BYTES = _PAIRED * FLOAT_BYTES  # in float32
 #: Slots that softmax takes at a time: two products of weights and values.
 _UNIT = 2 * _PAIRED
 _UNIT_TILES = _UNIT // ROWS
-_OFFSET_BYTES = 8
 _ALONE_BYTES = _UNIT * FLOAT_BYTES  # scores of a query
 #: Slots whose values are added before those of the next KV head, by two.
 _SLOTS_ABREAST = 8
@@ -82,7 +81,7 @@ def _power_of_two(builder: Any, x: Any) -> Any:
 
 def _row_of(builder: Any, start: Any, offsets: Any, lane: int) -> Any:
     """Address of a lane's query or output."""
-    place = builder.inttoptr(vir.offset(builder, offsets, lane * _OFFSET_BYTES), offsets.type.as_pointer())
+    place = builder.inttoptr(vir.offset(builder, offsets, lane * by_two.OFFSET_BYTES), offsets.type.as_pointer())
     return builder.add(start, builder.load(place))
 
 
@@ -125,14 +124,14 @@ def _weigh_of(*, masked: bool) -> Any:
     """Scores of a slice become weights, as tiles of columns. What was summed so far shrinks if a score is greater.
 
     Arguments: scores; slots, a multiple of `_PAIRED`; weights; the greatest score so far, times the factor, and the sum
-    of weights so far; the sums of values so far, the numbers of each; where it is left how much they shrink, for who
-    does it himself; lows and lengths of what lanes see, where `masked`; then the factor of scores that makes them
-    powers of two.
+    of weights so far; the sums of values so far, how many numbers of each shrink here; where the factor is left by
+    which they do; lows and lengths of what lanes see, where `masked`; then the factor of scores that makes them powers
+    of two.
     """
 
     def emit(
         builder: Any, scores: Any, slots: Any, weights: Any, greatest: Any, weight_sum: Any, total: Any, numbers: Any,
-        shrunk_at: Any, lows: Any, lengths: Any, factor: Any,
+        rescale_at: Any, lows: Any, lengths: Any, factor: Any,
     ) -> None:  # fmt: skip
         bounds = Bounds(builder, lows, lengths) if masked else None
         nothing = _VEC.constant(_LOWEST)
@@ -151,16 +150,18 @@ def _weigh_of(*, masked: bool) -> Any:
         factors = _VEC.spread(builder, factor)
         before = _VEC.load(builder, greatest)
         now = _VEC.greater(builder, builder.fmul(top, factors), before)
+        # A lane that sees nothing of the unit goes on as if there were none.
+        now = builder.select(builder.fcmp_ordered(">", top, nothing), now, before)
         rises = builder.fcmp_ordered(">", now, before)
-        _VEC.store(builder, _VEC.constant(1.0), shrunk_at)
+        _VEC.store(builder, _VEC.constant(1.0), rescale_at)
         with builder.if_then(_VEC.any_lane(builder, rises)):
-            shrunk = builder.select(rises, _power_of_two(builder, builder.fsub(before, now)), _VEC.constant(1.0))
-            _VEC.store(builder, shrunk, shrunk_at)
+            rescale = builder.select(rises, _power_of_two(builder, builder.fsub(before, now)), _VEC.constant(1.0))
+            _VEC.store(builder, rescale, rescale_at)
             _VEC.store(builder, now, greatest)
-            _VEC.store(builder, builder.fmul(_VEC.load(builder, weight_sum), shrunk), weight_sum)
+            _VEC.store(builder, builder.fmul(_VEC.load(builder, weight_sum), rescale), weight_sum)
             with cgutils.for_range(builder, numbers) as loop:
                 row = vir.advance(builder, total, row_bytes, loop.index)
-                _VEC.store(builder, builder.fmul(_VEC.load(builder, row), shrunk), row)
+                _VEC.store(builder, builder.fmul(_VEC.load(builder, row), rescale), row)
         minus = _VEC.negative(builder, now)
         sums = [cgutils.alloca_once_value(builder, _VEC.constant(0.0)) for _ in range(2)]
         two = slots.type(2)
@@ -169,7 +170,8 @@ def _weigh_of(*, masked: bool) -> Any:
             pair = []
             for n, total_of in enumerate(sums):
                 value = _VEC.load(builder, vir.advance(builder, scores, row_bytes, builder.add(slot, slot.type(n))))
-                weight = _power_of_two(builder, _VEC.fma(builder, value, factors, minus))
+                # Rounded as the greatest is, which so has a weight of one, however large scores are.
+                weight = _power_of_two(builder, builder.fadd(builder.fmul(value, factors), minus))
                 if bounds is not None:
                     seen = bounds.seen(builder, builder.add(slot, slot.type(n)))
                     weight = builder.select(seen, weight, _VEC.constant(0.0))
@@ -197,7 +199,6 @@ def _emit_pack_values(
     zeros = cgutils.alloca_once_value(builder, ir.Constant(_SHORTS, [0] * _PAIRED))
     nothing = builder.ptrtoint(zeros, end.type)
     # Of two vectors: what lies in the lower, and in the upper half of each.
-    halves = [[place for n in range(begin, begin + ROWS) for place in (n, n + _PAIRED)] for begin in (0, ROWS)]
     along = end.type(ROW_BYTES)
     with cgutils.for_range(builder, builder.udiv(numbers, numbers.type(_PAIRED))) as loop:
         low: list[Any] = []
@@ -218,8 +219,8 @@ def _emit_pack_values(
                 both.append(loaded)
                 bits = builder.and_(loaded, amount)
                 greatest = builder.select(builder.icmp_unsigned(">", bits, greatest), bits, greatest)
-            for rows, places in zip((low, high), halves, strict=True):
-                rows.append(builder.bitcast(vir.shuffled(builder, both[0], both[1], places), _PAIRS))
+            for rows, row in zip((low, high), by_two.interleaved(builder, both[0], both[1]), strict=True):
+                rows.append(builder.bitcast(row, _PAIRS))
         are_odd = builder.bitcast(builder.icmp_unsigned(">=", greatest, infinite), ir.IntType(_PAIRED))
         with builder.if_then(builder.icmp_unsigned("!=", are_odd, are_odd.type(0)), likely=False):
             builder.store(end.type(1), builder.inttoptr(odd, end.type.as_pointer()))
@@ -264,9 +265,7 @@ _pack_values = vir.kernel(10, 0, types.void, vir.apart("short_values", _emit_pac
 _add_half, _add_unit = (_only(_IN_TILES, 5, f"tiles_add_{n}", tiles.add_values_of(n)) for n in (1, 2))
 _add_by_two = _only(_BY_TWO, 6, "by_two_add", by_two.emit_add_values)
 _begin_alone = vir.kernel(5, 0, types.void, vir.apart("by_two_begin_alone", by_two.emit_begin_alone))
-_values_alone = vir.kernel_by_kind(
-    9, 0, types.void, lambda kind: by_two.emit_values_alone if kind == _BY_TWO else lambda *_: None
-)
+_values_alone = vir.kernel(9, 0, types.void, by_two.emit_values_alone)
 _any_odd = vir.kernel(2, 0, types.intp, by_two.emit_any_odd)
 _finish = vir.kernel(5, 0, types.void, vir.apart("short_finish", _emit_finish))
 _finish_alone = vir.kernel(6, 0, types.void, vir.apart("by_two_finish_alone", by_two.emit_finish_alone))
@@ -357,7 +356,7 @@ def _copy_finite(places, across, token_bytes, slots, numbers, values, odd_slots)
 
 @inlined
 def _walk_values(  # type: ignore[no-untyped-def] # pragma: no cover
-    kind, total, head_bytes, kv_heads, width, values, kv_bytes, token_bytes, slots, weights, ahead
+    total, head_bytes, kv_heads, width, values, kv_bytes, token_bytes, slots, weights, ahead
 ):
     """Adds `slots` values of each of `kv_heads`, weighted, to the sums of `width` queries of each, in the order of
     memory. The weights of two slots are a row, which has those of all queries."""
@@ -375,14 +374,12 @@ def _walk_values(  # type: ignore[no-untyped-def] # pragma: no cover
                     at = value + done // 2
                     if count > 1:
                         _values_alone(
-                            kind, queries, is_large, weight, at, token_bytes, count // 2, own + done, head_bytes, fetch
+                            queries, is_large, weight, at, token_bytes, count // 2, own + done, head_bytes, fetch
                         )
                     if count % 2:  # beside the last one it stands itself, with a weight of zero
                         at += (count - 1) * token_bytes
-                        _values_alone(
-                            kind, queries, is_large, weight + count // 2 * ROW_BYTES, at, 0, 1, own + done, head_bytes,
-                            fetch,
-                        )  # fmt: skip
+                        last = weight + count // 2 * ROW_BYTES
+                        _values_alone(queries, is_large, last, at, 0, 1, own + done, head_bytes, fetch)
                     done += 2 * _PAIRED_BYTES if is_large else _PAIRED_BYTES
                 fetch = 0
 
@@ -421,7 +418,7 @@ def _attend_heads(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     numba.literally(kind)
     (
         greatest, weight_sum, offsets, queries, total, values, scores, weights, lows, lengths, odd_slots, keys, _, _,
-        shrunk,
+        rescale,
     ) = scratch  # fmt: skip
     factor = np.float32(_LOG2_E) * (scaling if softcap <= 0 else np.float32(1.0))
     group = num_heads // kv_heads
@@ -439,7 +436,7 @@ def _attend_heads(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     # Of what comes next the heads of a few slots are fetched one after the other, where all are read together.
     fetch_bytes, fetch_stride = (ROWS * kv_bytes, kv_bytes) if num_together == kv_heads else (kv_bytes, token_bytes)
     scores_at, weights_at, values_at = scores.ctypes.data, weights.ctypes.data, values.ctypes.data
-    keys_at, shrunk_at = keys.ctypes.data, shrunk.ctypes.data
+    keys_at, rescale_at = keys.ctypes.data, rescale.ctypes.data
     places, next_places = np.empty(_UNIT_TILES, dtype=np.int64), np.empty(_UNIT_TILES, dtype=np.int64)
     odd = np.zeros(1, dtype=np.int64)
     for piece in range(slices):
@@ -460,7 +457,7 @@ def _attend_heads(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
         else:
             _find_unit(next_places, pages, next_table, next_begin, next_position, page_size, 2 * of_values)
             to_next_head = next_head - first_head
-        packed_head = arranged_head = -1
+        packed_head, has_keys = -1, False
         unit_tiles = (min(last_position + 1 - unit, _UNIT) + _PAIRED - 1) // _PAIRED * 2
         for piece in range(slices):
             low, high = first_position, last_position
@@ -481,14 +478,14 @@ def _attend_heads(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
                 across = part * width * FLOAT_BYTES
                 fetched = (head + to_next_head) * fetch_bytes
                 if kind == _BY_TWO:
-                    for half in range(unit_tiles // 2 if head != arranged_head else 0):
+                    for half in range(0 if has_keys else unit_tiles // 2):
                         tile = 2 * half
                         _copy_keys(
                             kind, places[tile] + head * kv_bytes, places[tile + 1] + head * kv_bytes, token_bytes,
                             query_tiles, keys_at + half * half_bytes, next_places[tile] + fetched,
                             next_places[tile + 1] + fetched, fetch_stride,
                         )  # fmt: skip
-                    arranged_head = head
+                    has_keys = True
                     for half in range(halves):
                         arranged = keys_at + half * half_bytes
                         _scores_by_two(kind, of_queries, query_tiles, arranged, scores_at + half * 2 * TILE_BYTES)
@@ -505,12 +502,12 @@ def _attend_heads(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
             if low + 1 - unit < slots or (window > 0 and high - window + 1 > unit):  # some lane does not see all
                 _see(lows, lengths, unit, piece, columns, group, first_position, window)
                 _weigh_seen(
-                    scores_at, slots, weights_at, of_greatest, of_sum, of_total, head_dim, shrunk_at, lows.ctypes.data,
+                    scores_at, slots, weights_at, of_greatest, of_sum, of_total, head_dim, rescale_at, lows.ctypes.data,
                     lengths.ctypes.data, factor,
                 )  # fmt: skip
             else:
                 _weigh(
-                    scores_at, slots, weights_at, of_greatest, of_sum, of_total, head_dim, shrunk_at, 0, 0, factor
+                    scores_at, slots, weights_at, of_greatest, of_sum, of_total, head_dim, rescale_at, 0, 0, factor
                 )
             for part in range(filled):
                 head = first_head + piece * parts + part if not is_many else first_head
@@ -548,7 +545,6 @@ def _attend_heads(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
 
 @called
 def _attend_alone(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    kind,
     query,
     num_heads,
     head_dim,
@@ -573,10 +569,9 @@ def _attend_alone(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     scratch,
 ):
     """As `_attend_heads`, by two, of KV heads whose queries have no more than a vector's lanes."""
-    numba.literally(kind)
     (
         greatest, weight_sum, offsets, queries, total, _, scores, weights, lows, lengths, odd_slots, keys, alone,
-        before, shrunk,
+        before, rescale,
     ) = scratch  # fmt: skip
     factor = np.float32(_LOG2_E) * (scaling if softcap <= 0 else np.float32(1.0))
     group = num_heads // kv_heads
@@ -626,16 +621,20 @@ def _attend_alone(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
             _see(lows, lengths, unit, piece, width, group, first_position, window)
             _weigh_seen(  # the sums shrink below
                 scores_at, slots, weights_at, greatest[piece].ctypes.data, weight_sum[piece].ctypes.data, of_total, 0,
-                shrunk.ctypes.data, lows.ctypes.data, lengths.ctypes.data, factor,
+                rescale.ctypes.data, lows.ctypes.data, lengths.ctypes.data, factor,
             )  # fmt: skip
-            _begin_alone(of_total, before.ctypes.data, shrunk.ctypes.data, total_tiles, num_queries)
+            _begin_alone(of_total, before.ctypes.data, rescale.ctypes.data, total_tiles, num_queries)
             for tile in range(num_tiles):
                 _walk_values(
-                    kind, of_total, head_bytes, filled, width, places[tile] + of_values + across, kv_bytes, token_bytes,
+                    of_total, head_bytes, filled, width, places[tile] + of_values + across, kv_bytes, token_bytes,
                     min(num_seen - tile * ROWS, ROWS), weights_at + tile * ROWS // 2 * ROW_BYTES,
                     next_places[tile] + to_next_head * kv_bytes - places[tile],
                 )  # fmt: skip
-            if not _any_odd(of_total, num_queries * total_tiles):
+            is_odd = False
+            for lane in range(num_queries):  # but for those that have no number any more
+                has_number = not np.isnan(weight_sum[piece, lane])
+                is_odd |= has_number and _any_odd(of_total + lane * head_bytes, total_tiles) != 0
+            if not is_odd:
                 continue
             # Once more, without the values that are not finite: who does not see them is to have its number.
             sums = total[piece].reshape(ROWS, head_dim)
@@ -643,10 +642,10 @@ def _attend_alone(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
                 of_head = of_values + across + part * kv_bytes
                 _copy_finite(places, of_head, token_bytes, num_seen, head_dim, keys, odd_slots)
                 for lane in range(part * width, part * width + width):
-                    sums[lane] = before[lane] * shrunk[lane]
+                    sums[lane] = before[lane] * rescale[lane]
                     _meet_odd(weight_sum, piece, lane, lows, lengths, odd_slots)
                 _walk_values(
-                    kind, of_total + part * width * head_bytes, head_bytes, 1, width, keys.ctypes.data, 0, kv_bytes,
+                    of_total + part * width * head_bytes, head_bytes, 1, width, keys.ctypes.data, 0, kv_bytes,
                     num_seen, weights_at + part * width * FLOAT_BYTES, 0,
                 )  # fmt: skip
         places[:] = next_places
@@ -664,7 +663,7 @@ def _make_scratch(slices, head_dim):  # type: ignore[no-untyped-def] # pragma: n
     tile = TILE_BYTES // FLOAT_BYTES
     scores = on_lines(_UNIT * ROWS)
     alone = on_lines(ROWS * _UNIT)
-    scores[:] = alone[:] = 0  # of lanes that nobody reads
+    scores[:] = alone[:] = 0  # of lanes that have no query
     return (
         on_lines(slices * ROWS).reshape(slices, ROWS),
         on_lines(slices * ROWS).reshape(slices, ROWS),
@@ -715,7 +714,7 @@ def _attend_of(kind: int) -> Callable[[Any, Any, Any], None]:
                 next_head = next_item % splits * own if is_last else head + together
                 if kind == _BY_TWO and columns <= ROWS:
                     _attend_alone(
-                        kind, query, num_heads, head_dim, pages, tables[table], tables[next_table],
+                        query, num_heads, head_dim, pages, tables[table], tables[next_table],
                         _first_unit(next_position, window), next_position, next_head, kv_heads, head, together,
                         page_size, first_row, num_rows, first_position, real(scaling), window, real(softcap), sinks_at,
                         output, scratch,

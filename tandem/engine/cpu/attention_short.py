@@ -150,8 +150,6 @@ def _weigh_of(*, masked: bool) -> Any:
         factors = _VEC.spread(builder, factor)
         before = _VEC.load(builder, greatest)
         now = _VEC.greater(builder, builder.fmul(top, factors), before)
-        # A lane that sees nothing of the unit goes on as if there were none.
-        now = builder.select(builder.fcmp_ordered(">", top, nothing), now, before)
         rises = builder.fcmp_ordered(">", now, before)
         _VEC.store(builder, _VEC.constant(1.0), rescale_at)
         with builder.if_then(_VEC.any_lane(builder, rises)):

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
+from numba import types
 
 from tandem.engine.cpu import tiles
 from tandem.engine.cpu import vector_ir as vir
@@ -103,5 +104,5 @@ tiles.emit_configure = _emit_configure
 tiles.emit_zero, tiles.emit_load = _calls(_zero, 1), _calls(_load, 3)
 tiles.emit_store, tiles.emit_multiply = _calls(_store, 3), _calls(_multiply, 3)
 tiles.emit_release = lambda _: None
-tiles.release = vir.kernel(0, 0, vir.types.void, tiles.emit_release)
+tiles.release = vir.kernel(0, 0, types.void, tiles.emit_release)
 vir.has_bfloat16_tiles = lambda: True  # type: ignore[assignment]

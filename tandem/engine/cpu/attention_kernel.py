@@ -54,8 +54,8 @@ _TILE_SLOTS = 4
 _FEW_ROWS, _FEWEST_LANES = 8, 2 * _LANES
 #: No more lanes than these in a last vector are worth that vector.
 _TAIL_LANES = _LANES * 3 // 8
-# What a row alone reads is prefetched twice, because a CPU with too many outstanding prefetches drops some: once with
-# the next page, and once so many bytes ahead, which is still early enough.
+# Keys, and by two values, are prefetched twice, because a CPU with too many outstanding prefetches drops some: once
+# with the next page, and once so many bytes ahead, which is still early enough.
 NEAR_BYTES = 8192
 
 

@@ -43,7 +43,7 @@ BLOCK_LANES = 128
 
 
 def kv_loader(vec: vir.Vectors, kind: int) -> Callable[[Any, Any], Any]:
-    """Makes float32 of the numbers of pages at an address, in a register."""
+    """Makes float32 of the numbers of pages at an address, in a register; pairs stay the bits that they are."""
     if kind == BFLOAT16:
         return lambda builder, address: vec.load_bfloat16(builder, address, alignment=vir.SHORT_BYTES)
     if kind == INT8:

@@ -8,8 +8,8 @@ Where products are made in tiles (`attention_tiles`), keys are the rows of a til
 heads each multiplies the slice's columns that are its own.
 
 Where they are made by two (`attention_by_two`), a pair of numbers of a key is multiplied with the pairs of all lanes.
-Those of other KV heads would be wasted: so of few rows keys, and numbers of values, have the lanes of a product, and
-scores are turned for softmax. Sums are added up in the same order both ways.
+Those of other KV heads would be wasted: so of few rows the pairs of a key, and the numbers of values, have the lanes of
+a product, and scores are turned for softmax. Sums are added up in the same order for many rows and for few.
 
 Softmax is online, `_UNIT` slots at a time from the sequence's first on. Whatever else is in the block, a query goes
 through the same steps: what it does not see has a weight of zero, which changes no bit of its output.
@@ -196,7 +196,6 @@ def _emit_pack_values(
     amount, infinite = (ir.Constant(_SHORTS, [bits] * _PAIRED) for bits in (0x7FFF, 0x7F80))
     zeros = cgutils.alloca_once_value(builder, ir.Constant(_SHORTS, [0] * _PAIRED))
     nothing = builder.ptrtoint(zeros, end.type)
-    # Of two vectors: what lies in the lower, and in the upper half of each.
     along = end.type(ROW_BYTES)
     with cgutils.for_range(builder, builder.udiv(numbers, numbers.type(_PAIRED))) as loop:
         low: list[Any] = []
@@ -383,37 +382,18 @@ def _walk_values(  # type: ignore[no-untyped-def] # pragma: no cover
 
 
 @called
-def _attend_heads(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    kind,
-    query,
-    num_heads,
-    head_dim,
-    pages,
-    table,
-    next_table,
-    next_begin,
-    next_position,
-    next_head,
-    kv_heads,
-    first_head,
-    num_together,
-    page_size,
-    first_row,
-    num_rows,
-    first_position,
-    scaling,
-    window,
-    softcap,
-    sinks_at,
-    output,
-    scratch,
-):
+def _attend_heads(kind, job, scratch):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """The queries of `num_together` KV heads: of one, or of several where those of one do not fill a slice.
 
     `table` holds the sequence's pages. Of those of `next_table` the slots from `next_begin` to `next_position` will be
     read next, from `next_head` on.
     """
     numba.literally(kind)
+    (
+        query, num_heads, head_dim, pages, table, next_table, next_begin, next_position, next_head, kv_heads,
+        first_head, num_together, page_size, first_row, num_rows, first_position, scaling, window, softcap, sinks_at,
+        output,
+    ) = job  # fmt: skip
     (
         greatest, weight_sum, offsets, queries, total, values, scores, weights, lows, lengths, odd_slots, keys, _, _,
         rescale,
@@ -449,12 +429,12 @@ def _attend_heads(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     _find_unit(places, pages, table, begin, last_position, page_size, 2 * of_values)
     for unit in range(begin, last_position + 1, _UNIT):
         # Memory would rest while a unit is computed: each part of it fetches that of the next.
-        to_next_head = 0
-        if unit + _UNIT <= last_position:
-            _find_unit(next_places, pages, table, unit + _UNIT, last_position, page_size, 2 * of_values)
-        else:
+        is_last = unit + _UNIT > last_position
+        if is_last:
             _find_unit(next_places, pages, next_table, next_begin, next_position, page_size, 2 * of_values)
-            to_next_head = next_head - first_head
+        else:
+            _find_unit(next_places, pages, table, unit + _UNIT, last_position, page_size, 2 * of_values)
+        to_next_head = next_head - first_head if is_last else 0
         packed_head, has_keys = -1, False
         unit_tiles = (min(last_position + 1 - unit, _UNIT) + _PAIRED - 1) // _PAIRED * 2
         for piece in range(slices):
@@ -542,31 +522,13 @@ def _attend_heads(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
 
 
 @called
-def _attend_alone(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    query,
-    num_heads,
-    head_dim,
-    pages,
-    table,
-    next_table,
-    next_begin,
-    next_position,
-    next_head,
-    kv_heads,
-    first_head,
-    num_together,
-    page_size,
-    first_row,
-    num_rows,
-    first_position,
-    scaling,
-    window,
-    softcap,
-    sinks_at,
-    output,
-    scratch,
-):
+def _attend_alone(job, scratch):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """As `_attend_heads`, by two, of KV heads whose queries have no more than a vector's lanes."""
+    (
+        query, num_heads, head_dim, pages, table, next_table, next_begin, next_position, next_head, kv_heads,
+        first_head, num_together, page_size, first_row, num_rows, first_position, scaling, window, softcap, sinks_at,
+        output,
+    ) = job  # fmt: skip
     (
         greatest, weight_sum, offsets, queries, total, _, scores, weights, lows, lengths, odd_slots, keys, alone,
         before, rescale,
@@ -593,12 +555,12 @@ def _attend_alone(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     begin = _first_unit(first_position, window)
     _find_unit(places, pages, table, begin, last_position, page_size, 2 * of_values)
     for unit in range(begin, last_position + 1, _UNIT):
-        to_next_head = 0
-        if unit + _UNIT <= last_position:
-            _find_unit(next_places, pages, table, unit + _UNIT, last_position, page_size, 2 * of_values)
-        else:
+        is_last = unit + _UNIT > last_position
+        if is_last:
             _find_unit(next_places, pages, next_table, next_begin, next_position, page_size, 2 * of_values)
-            to_next_head = next_head - first_head
+        else:
+            _find_unit(next_places, pages, table, unit + _UNIT, last_position, page_size, 2 * of_values)
+        to_next_head = next_head - first_head if is_last else 0
         num_seen = min(last_position + 1 - unit, _UNIT)
         num_tiles = (num_seen + ROWS - 1) // ROWS
         halves = (num_seen + _PAIRED - 1) // _PAIRED
@@ -710,20 +672,15 @@ def _attend_of(kind: int) -> Callable[[Any, Any, Any], None]:
                 is_last = head + together == first_head + own
                 next_table, next_position = (after[0], after[3]) if is_last else (table, first_position)
                 next_head = next_item % splits * own if is_last else head + together
+                job = (
+                    query, num_heads, head_dim, pages, tables[table], tables[next_table],
+                    _first_unit(next_position, window), next_position, next_head, kv_heads, head, together, page_size,
+                    first_row, num_rows, first_position, real(scaling), window, real(softcap), sinks_at, output,
+                )  # fmt: skip
                 if kind == _BY_TWO and columns <= ROWS:
-                    _attend_alone(
-                        query, num_heads, head_dim, pages, tables[table], tables[next_table],
-                        _first_unit(next_position, window), next_position, next_head, kv_heads, head, together,
-                        page_size, first_row, num_rows, first_position, real(scaling), window, real(softcap), sinks_at,
-                        output, scratch,
-                    )  # fmt: skip
+                    _attend_alone(job, scratch)
                 else:
-                    _attend_heads(
-                        kind, query, num_heads, head_dim, pages, tables[table], tables[next_table],
-                        _first_unit(next_position, window), next_position, next_head, kv_heads, head, together,
-                        page_size, first_row, num_rows, first_position, real(scaling), window, real(softcap), sinks_at,
-                        output, scratch,
-                    )  # fmt: skip
+                    _attend_heads(kind, job, scratch)
         _release(kind)
 
     return attend

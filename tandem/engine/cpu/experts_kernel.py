@@ -58,7 +58,7 @@ _add_weighted = vir.kernel(3, 1, types.void, _emit_add_weighted)
 
 
 def _gate_clamped(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    """Rows `[first, end)` of `y[num_rows, 32 * num_pairs]` from `both[num_rows, 64 * num_pairs]`."""
+    """Rows `[first, end)` of `y[num_rows, PANEL * num_pairs]` from `both[num_rows, 2 * PANEL * num_pairs]`."""
     both, num_pairs, alpha, limit, y = _five_words(arguments)
     for row in range(first, end):
         for pair in range(num_pairs):

@@ -1,21 +1,21 @@
 """Products with a packed matrix, on vector registers: the inner loop of every linear layer on the CPU.
 
-The code is LLVM's by way of Numba, so users need no compiler. A panel holds 32 outputs as `[K][32]`. Each step
-of `k` loads its vectors of weights once and multiplies them with one number of each row. One pass takes as many rows as
-have their sums in registers: twelve with AVX-512; six with AVX2, where a pass computes half a panel. Weights are read
-once, in order, at the speed of memory.
+The code is LLVM's by way of Numba, so users need no compiler. A panel holds the outputs of two vectors as `[K][PANEL]`:
+32 with AVX-512, 16 with AVX2. Each step of `k` loads its weights once and multiplies them with one number of each row.
+One pass takes as many rows as have their sums in registers: twelve with AVX-512, six with AVX2. Weights are read once,
+in order, at the speed of memory.
 
 Weights of 16 bits are half as much to read. They become float32 in registers, exactly, so products are the same bits as
 those of float32 weights with these values.
 
 **By two.** Some CPUs also multiply bfloat16 with bfloat16, two numbers in each lane, and add both products to a
-float32. That is a numerical type of its own: rows are rounded to bfloat16 first. A panel is `[K / 2][32][2]` then, and
-all else is as above, with two numbers for one.
+float32. That is a numerical type of its own: rows are rounded to bfloat16 first. A panel is `[K / 2][PANEL][2]` then,
+and all else is as above, with two numbers for one.
 
 **Whole numbers.** Weights of 8 or 4 bits become float32 in registers, too, and have scales: one for each output, or one
 for each output and `group` of k. The sums of a group are scaled as they are added to those of the groups before. Of 4
-bits eight lie in a word, the first one lowest: `[K / 8][32]`, and a step takes eight numbers of a row. AVX-512 looks
-their values up in a register.
+bits eight lie in a word, the first one lowest: `[K / 8][PANEL]`, and a step takes eight numbers of a row. AVX-512
+looks their values up in a register.
 
 More rows than one pass takes are copied first, so that the numbers that a pass reads in one step lie together: rows
 that are a power of two apart share few lines of the L1 cache.
@@ -42,11 +42,11 @@ from tandem.engine.cpu.atomics import float32s, words
 from tandem.engine.cpu.threads import Kernel
 from tandem.engine.huge_pages import FLOAT_BYTES, LINE_BYTES
 
-#: Outputs of one panel.
-PANEL = 32
 _IS_WIDE = vir.has_wide_vectors()
 _vec = vir.Vectors(16 if _IS_WIDE else 8)
-_NUM_VECTORS = PANEL // _vec.lanes
+_NUM_VECTORS = 2
+#: Outputs of one panel.
+PANEL = _NUM_VECTORS * _vec.lanes
 # How weights are stored; Numba takes these, and what else is of capitals here, for constants.
 _FLOAT32, _BFLOAT16, _FLOAT16, _BY_TWO, _INT8, _INT4 = range(6)
 _LOADS: Mapping[int, Callable[..., Any]] = {
@@ -68,22 +68,21 @@ _LANES, _SHORT_BYTES = _vec.lanes, vir.SHORT_BYTES
 # Fewer rows are rounded by one thread: the start of others costs more than it saves.
 _ROWS_TO_SHARE = 64
 
-#: Rows of one pass, at most, and into how many parts it cuts a panel: 24 sums in 32 registers, 12 in 16.
-MAX_ROWS, _NUM_PARTS = (12, 1) if _IS_WIDE else (6, 2)
-_PART_OUTPUT_BYTES = _OUTPUT_BYTES // _NUM_PARTS
+#: Rows of one pass, at most: 24 sums in 32 registers, 12 in 16.
+MAX_ROWS = 12 if _IS_WIDE else 6
 #: Of so few rows a pass takes so many panels at once, where there are as many: the sums of one are too few to wait for
 #: each other's products.
-_ROWS_ABREAST, _PANELS_ABREAST = (2, 4) if _IS_WIDE else (1, 2)
-#: Up to so many rows, whose sums of a whole panel have registers, a pass goes at the speed of memory by itself.
-_MAX_ROWS_ALONE = 6 if _IS_WIDE else 3
+_ROWS_ABREAST, _PANELS_ABREAST = (2 if _IS_WIDE else 1), 4
+#: Up to so many rows a pass goes at the speed of memory by itself.
+_MAX_ROWS_ALONE = 6 if _IS_WIDE else 1
 # How many of its steps a single pass over whole panels fetches ahead.
 _STEPS_AHEAD = 64
 
 
 def _make_tile(
-    rows: range, num_vectors: int, kind: int, *, together: bool, ahead: bool, num_panels: int = 1
+    rows: range, kind: int, *, together: bool, ahead: bool, num_panels: int = 1
 ) -> Callable[..., None]:
-    """A kernel for a number of rows out of `rows` (of any other it computes nothing), and a panel's first vectors.
+    """A kernel for a number of rows out of `rows` (of any other it computes nothing), and a panel.
 
     Its arguments are counts and addresses: how many rows; x, the distance of its rows in bytes, the panel, its steps,
     the outputs, the distance of their rows in bytes; where to prefetch from, and by how many bytes to go on with each
@@ -103,7 +102,7 @@ def _make_tile(
             block = builder.append_basic_block(f"rows_{count}")
             choice.add_case(num_rows.type(count), block)
             builder.position_at_end(block)
-            _emit_pass(builder, count, num_vectors, kind, together, ahead, num_panels, *arguments)
+            _emit_pass(builder, count, kind, together, ahead, num_panels, *arguments)
             builder.branch(end)
         builder.position_at_end(end)
 
@@ -111,13 +110,13 @@ def _make_tile(
 
 
 def _emit_pass(
-    builder: Any, num_rows: int, num_vectors: int, kind: int, together: bool, ahead: bool, num_panels: int,
+    builder: Any, num_rows: int, kind: int, together: bool, ahead: bool, num_panels: int,
     x: Any, x_stride: Any, panel: Any, k: Any, y: Any, y_stride: Any, fetch: Any, fetch_step: Any, scales: Any,
     panel_bytes: Any, scales_bytes: Any,
 ) -> None:  # fmt: skip
     def vectors_of(start: Any, stride: Any, vector_bytes: int) -> list[Any]:
         of_panels = [vir.advance(builder, start, stride, index) if index else start for index in range(num_panels)]
-        return [vir.offset(builder, place, n * vector_bytes) for place in of_panels for n in range(num_vectors)]
+        return [vir.offset(builder, place, n * vector_bytes) for place in of_panels for n in range(_NUM_VECTORS)]
 
     if together:
         rows = [vir.offset(builder, x, row * FLOAT_BYTES) for row in range(num_rows)]
@@ -127,7 +126,7 @@ def _emit_pass(
         number_bytes = FLOAT_BYTES
     x_step = k.type(number_bytes * _NUMBERS_PER_STEP[kind])
     # Stack slots that LLVM turns into registers.
-    num_sums = num_panels * num_vectors
+    num_sums = num_panels * _NUM_VECTORS
     sums = [[cgutils.alloca_once_value(builder, _vec.constant(0.0)) for _ in range(num_sums)] for _ in rows]
     vector_bytes = _vec.lanes * _ITEM_BYTES[kind]
     multiply_add = _vec.fma_by_two if kind == _BY_TWO else _vec.fma
@@ -146,7 +145,7 @@ def _emit_pass(
         if ahead:
             line = vir.advance(builder, fetch, fetch_step, loop.index)
             # As many as the step reads where this may be the only pass; of several each fetches a share.
-            for n in range(0, LINE_BYTES if together else num_vectors * vector_bytes, LINE_BYTES):
+            for n in range(0, LINE_BYTES if together else _NUM_VECTORS * vector_bytes, LINE_BYTES):
                 vir.prefetch(builder, vir.offset(builder, line, n))
         places = [vir.advance(builder, row, x_step, loop.index) for row in rows]
         if kind != _INT4:
@@ -183,15 +182,12 @@ def _emit_pass(
 def _make_tiles(kind: int) -> tuple[Callable[..., None], ...]:
     """For hardly any rows and several panels; for few, which go at the speed of memory by themselves; for more of them;
     and for passes of even more."""
-    part = _NUM_VECTORS // _NUM_PARTS
     return (
-        _make_tile(
-            range(1, _ROWS_ABREAST + 1), _NUM_VECTORS, kind, together=False, ahead=False, num_panels=_PANELS_ABREAST
-        ),
-        _make_tile(range(1, _MAX_ROWS_ALONE + 1), _NUM_VECTORS, kind, together=False, ahead=False),
-        _make_tile(range(_MAX_ROWS_ALONE + 1, MAX_ROWS + 1), part, kind, together=False, ahead=True),
+        _make_tile(range(1, _ROWS_ABREAST + 1), kind, together=False, ahead=False, num_panels=_PANELS_ABREAST),
+        _make_tile(range(1, _MAX_ROWS_ALONE + 1), kind, together=False, ahead=False),
+        _make_tile(range(_MAX_ROWS_ALONE + 1, MAX_ROWS + 1), kind, together=False, ahead=True),
         # No even share of more rows than `MAX_ROWS` is less than half of the most.
-        _make_tile(range(MAX_ROWS // 2, MAX_ROWS + 1), part, kind, together=True, ahead=True),
+        _make_tile(range(MAX_ROWS // 2, MAX_ROWS + 1), kind, together=True, ahead=True),
     )
 
 
@@ -400,23 +396,18 @@ def _multiply_group(  # type: ignore[no-untyped-def] # pragma: no cover - compil
     if num_rows <= _MAX_ROWS_ALONE:
         _few(kind, num_rows, x + begin * number_bytes, x_stride, panel, count, y, y_stride, scales)
         return
-    num_passes = _num_passes(num_rows)  # of each part
-    step = step_bytes // (num_passes * _NUM_PARTS)
-    if num_passes * _NUM_PARTS == 1:
+    num_passes = _num_passes(num_rows)
+    step = step_bytes // num_passes
+    if num_passes == 1:
         ahead = panel + step_bytes * _STEPS_AHEAD
-    for part in range(_NUM_PARTS):
-        w, of_part = panel + part * (step_bytes // _NUM_PARTS), part * _PART_OUTPUT_BYTES
-        for index in range(num_passes):
-            row = _first_row(index, num_passes, num_rows)
-            num = _first_row(index + 1, num_passes, num_rows) - row
-            place = y + row * y_stride + of_part
-            if num_passes == 1:
-                start = x + begin * number_bytes
-                _more(kind, num, start, x_stride, w, count, place, y_stride, ahead, step, scales + of_part)
-            else:
-                start = x + (row * k + begin * num) * number_bytes
-                _many(kind, num, start, w, count, place, y_stride, ahead, step, scales + of_part)
-            ahead += count * step
+        _more(kind, num_rows, x + begin * number_bytes, x_stride, panel, count, y, y_stride, ahead, step, scales)
+        return
+    for index in range(num_passes):
+        row = _first_row(index, num_passes, num_rows)
+        num = _first_row(index + 1, num_passes, num_rows) - row
+        start = x + (row * k + begin * num) * number_bytes
+        _many(kind, num, start, panel, count, y + row * y_stride, y_stride, ahead, step, scales)
+        ahead += count * step
 
 
 def _put_together(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
@@ -448,11 +439,11 @@ def _round_rows(first, end, arguments):  # type: ignore[no-untyped-def] # pragma
 
 @numba.njit(nogil=True, inline="always")
 def _multiply(kind, first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    """Panels `[first, end)` of `y[num_rows, 32 * num_panels] = x[num_rows, k] @ panels + bias`.
+    """Panels `[first, end)` of `y[num_rows, PANEL * num_panels] = x[num_rows, k] @ panels + bias`.
 
     All by address; `x_stride` in bytes, `bias` 0 where there is none, `y` without gaps. More than `MAX_ROWS` rows of x
     are as `put_together` leaves them. `k` and `group` are steps; weights without scales have one group. Scales are
-    `[num_panels][groups][32]`.
+    `[num_panels][groups][PANEL]`.
     """
     x, x_stride, num_rows, k, panels, num_panels, bias, y, scales, group = _ten_words(arguments)
     y_stride = num_panels * _OUTPUT_BYTES
@@ -461,9 +452,9 @@ def _multiply(kind, first, end, arguments):  # type: ignore[no-untyped-def] # pr
 
 @numba.njit(nogil=True, inline="always")
 def _multiply_gated(kind, first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    """As `_multiply`, for pairs of panels: `y[num_rows, 32 * num_pairs] = silu(x @ first) * (x @ second)`.
+    """As `_multiply`, for pairs of panels: `y[num_rows, PANEL * num_pairs] = silu(x @ first) * (x @ second)`.
 
-    `both[num_rows, 64 * num_pairs]` takes the products in between.
+    `both[num_rows, 2 * PANEL * num_pairs]` takes the products in between.
     """
     x, x_stride, num_rows, k, panels, num_pairs, bias, both, scales, group, y = _eleven_words(arguments)
     both_stride, y_stride = 2 * num_pairs * _OUTPUT_BYTES, num_pairs * _OUTPUT_BYTES

@@ -23,7 +23,7 @@ from tandem.engine.quantized.stored_linear import StoredLinear
 
 
 class PackedLinear(nn.Module):
-    """`x @ weight.T + bias` with the weight as panels `[N / 32][K][32]`, zeros behind the last output.
+    """`x @ weight.T + bias` with the weight as panels `[N / PANEL][K][PANEL]`, zeros behind the last output.
 
     Args:
         weight: `[N, K]`, of a type that `PRODUCTS` has; copied.
@@ -51,7 +51,7 @@ class PackedLinear(nn.Module):
         return self.padded(x)[..., : self.out_features]
 
     def padded(self, x: torch.Tensor) -> torch.Tensor:
-        """As `forward`, with all outputs of the last panel: `[..., 32 * panels]`, without gaps."""
+        """As `forward`, with all outputs of the last panel: `[..., PANEL * panels]`, without gaps."""
         rows = as_rows(x)
         output = torch.empty(*x.shape[:-1], self.padded_features, dtype=torch.float32)
         arranged = torch.empty(len(rows), arranged_features(len(rows), self.in_features), dtype=torch.float32)

@@ -40,8 +40,8 @@ class Rounding:
 
 
 class Panels:
-    """Of `[N, K]`: panels `[N / 32][K][32]`, zeros behind the last output. Of several of one shape a panel of each in
-    turn.
+    """Of `[N, K]`: panels `[N / PANEL][K][PANEL]`, zeros behind the last output. Of several of one shape a panel of
+    each in turn.
 
     Attributes:
         num: of panels.
@@ -111,7 +111,7 @@ class Panels:
 
 
 def _round(weights: torch.Tensor, bits: int, cuts: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales `[P, groups, 1, 32]`, and whole numbers as float32, of weights `[P, groups, K, 32]`.
+    """Scales `[P, groups, 1, PANEL]`, and whole numbers as float32, of weights `[P, groups, K, PANEL]`.
 
     Of 4 bits each scale is the one of `cuts` with the least sum of squared errors.
     """
@@ -128,7 +128,7 @@ def _round(weights: torch.Tensor, bits: int, cuts: Sequence[float]) -> tuple[tor
 
 
 def _in_words(whole: torch.Tensor) -> torch.Tensor:
-    """`[P, K, 32]` from -8 to 7 as int32 `[P, K / 8, 32]`: four bits each, of eight the first one lowest."""
+    """`[P, K, PANEL]` from -8 to 7 as int32 `[P, K / 8, PANEL]`: four bits each, of eight the first one lowest."""
     of_words = (whole & 15).view(len(whole), -1, INT4_PER_WORD, PANEL)
     words = of_words[:, :, 0].clone()
     for index in range(1, INT4_PER_WORD):

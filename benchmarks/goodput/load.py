@@ -27,7 +27,7 @@ class Effort:
         step: from one rate to the next until one is kept and one is not. Its fourth root is below `precision`: so two
             more probes are enough.
         precision: the lowest rate that fails is at most so many times the highest that does not.
-        max_s: no rate is tried after so many seconds of load, whatever is not known by then.
+        max_s: no rate is tried after so many seconds of load, whatever is not known by then, once a rate was too high.
     """
 
     length: ProbeLength = _LENGTH

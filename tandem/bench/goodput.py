@@ -34,7 +34,8 @@ class GoodputSearch:
     Attributes:
         length: of a probe; `None`: it sends the whole workload.
         max_s: no probe begins when those before have taken so long together, and none, but the first, whose requests
-            alone would come for longer than that.
+            alone would come for longer than that. It bounds how well a limit is known: while no rate was too high, the
+            search goes on.
     """
 
     slo: Objective
@@ -48,6 +49,8 @@ class GoodputSearch:
     def is_done(self) -> bool:
         if self.rates.is_done or not self.probes:
             return self.rates.is_done
+        if self.rates.worst == math.inf:
+            return False
         spent_s = math.fsum(probe.load.duration_s for probe in self.probes)
         next_s = 0.0 if self.length is None else self.length.num(self.rates.rate) / self.rates.rate
         return max(spent_s, next_s) >= self.max_s

@@ -88,15 +88,18 @@ async def test_probes_are_as_long_as_their_rate_asks_for_and_share_lengths_and_n
 
 
 @pytest.mark.long
-async def test_no_probe_begins_when_the_time_is_up() -> None:
+async def test_when_the_time_is_up_no_probe_begins_once_a_rate_was_too_high() -> None:
     async with serving(Peer(well_behaved)) as url:
         session = Session(Target(url), Workload(fixed_lengths(4, 8, 2), range(128, 256), num_warm_up=0))
         await session.open()
-        search = GoodputSearch(Slo(60.0, 60.0), 0.9, RateSearch(100.0), max_s=1e-6)
+        search = GoodputSearch(Slo(1e-9), 1.0, RateSearch(100.0), max_s=1e-6)
         await search_goodput(session, search, lambda title, total: shown(title, total, console=QUIET))
+        endless = GoodputSearch(Slo(60.0, 60.0), 0.9, RateSearch(100.0, max_probes=3), max_s=1e-6)
+        await search_goodput(session, endless, lambda title, total: shown(title, total, console=QUIET))
     assert (len(search.probes), search.rates.is_done, search.is_done) == (1, False, True)
-    assert search.as_json()["goodput_per_s"] == 100.0
-    assert search.as_json()["failed_from_per_s"] is None
+    assert search.as_json()["goodput_per_s"] is None
+    assert search.as_json()["failed_from_per_s"] == 100.0
+    assert [probe.shape.rate for probe in endless.probes] == [100.0, 200.0, 400.0], "or nothing would be known"
 
 
 @pytest.mark.long

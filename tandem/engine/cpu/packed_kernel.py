@@ -15,7 +15,8 @@ and all else is as above, with two numbers for one.
 **Whole numbers.** Weights of 8 or 4 bits become float32 in registers, too, and have scales: one for each output, or one
 for each output and `group` of k. The sums of a group are scaled as they are added to those of the groups before. Of 4
 bits eight lie in a word, the first one lowest: `[K / 8][PANEL]`, and a step takes eight numbers of a row. AVX-512
-looks their values up in a register.
+looks their values up in a register. With AVX2 that takes longer, so for many rows each group is unpacked once, to
+8 bits, for all passes.
 
 More rows than one pass takes are copied first, so that the numbers that a pass reads in one step lie together: rows
 that are a power of two apart share few lines of the L1 cache.
@@ -39,6 +40,8 @@ from numba.core import cgutils
 
 from tandem.engine.cpu import vector_ir as vir
 from tandem.engine.cpu.atomics import float32s, words
+from tandem.engine.cpu.compiling import called
+from tandem.engine.cpu.scratch import on_lines
 from tandem.engine.cpu.threads import Kernel
 from tandem.engine.huge_pages import FLOAT_BYTES, LINE_BYTES
 
@@ -64,7 +67,7 @@ _NUMBERS_PER_STEP = (1, 1, 1, 1, 1, vir.INT4_PER_WORD)
 _OUTPUT_BYTES = PANEL * FLOAT_BYTES
 
 _LINE_FLOATS = LINE_BYTES // FLOAT_BYTES
-_LANES, _SHORT_BYTES = _vec.lanes, vir.SHORT_BYTES
+_LANES, _SHORT_BYTES, _WORD = _vec.lanes, vir.SHORT_BYTES, vir.INT4_PER_WORD
 # Fewer rows are rounded by one thread: the start of others costs more than it saves.
 _ROWS_TO_SHARE = 64
 
@@ -75,6 +78,8 @@ MAX_ROWS = 12 if _IS_WIDE else 6
 _ROWS_ABREAST, _PANELS_ABREAST = (2 if _IS_WIDE else 1), 4
 #: Up to so many rows a pass goes at the speed of memory by itself.
 _MAX_ROWS_ALONE = 6 if _IS_WIDE else 1
+#: From so many rows on words of 4 bits are unpacked before they are multiplied.
+_ROWS_TO_UNPACK = 1 << 62 if _IS_WIDE else 3 * MAX_ROWS + 1
 # How many of its steps a single pass over whole panels fetches ahead.
 _STEPS_AHEAD = 64
 
@@ -272,6 +277,12 @@ def _emit_add(builder: Any, y: Any, bias: Any) -> None:
         _vec.store(builder, builder.fadd(_vec.load(builder, place), _vec.load(builder, other)), place)
 
 
+def _emit_copy(builder: Any, x: Any, y: Any) -> None:
+    for n in range(_NUM_VECTORS):
+        place, other = (vir.offset(builder, address, n * _vec.num_bytes) for address in (y, x))
+        _vec.store(builder, _vec.load(builder, other), place)
+
+
 def _emit_clear(builder: Any, y: Any) -> None:
     for n in range(_NUM_VECTORS):
         _vec.store(builder, _vec.constant(0.0), vir.offset(builder, y, n * _vec.num_bytes))
@@ -296,8 +307,22 @@ def _emit_round_one(builder: Any, x: Any, y: Any) -> None:
     vir.store_bfloat16(builder, vir.load_real(builder, x), y)
 
 
+def _emit_unpack(builder: Any, packed: Any, steps: Any, target: Any) -> None:
+    """So many steps of a panel of words `[K / 8][PANEL]`, as bytes `[K][PANEL]`."""
+    bytes_of_step = vir.INT4_PER_WORD * PANEL
+    with cgutils.for_range(builder, steps) as loop:
+        start = vir.advance(builder, packed, steps.type(_OUTPUT_BYTES), loop.index)
+        to = vir.advance(builder, target, steps.type(bytes_of_step), loop.index)
+        places = [vir.offset(builder, start, n * _vec.num_bytes) for n in range(_NUM_VECTORS)]
+        both = [_vec.load_integers(builder, place) for place in places]
+        for index, numbers in enumerate(_vec.int4_as_bytes(builder, *both)):
+            vir.store_bits(builder, numbers, vir.offset(builder, to, index * PANEL))
+
+
 #: Adds the bias of a panel (second address) to a row's outputs.
 add_bias = vir.kernel(2, 0, types.void, _emit_add)
+#: A row's outputs of one panel (first address) to the second.
+_copy = vir.kernel(2, 0, types.void, _emit_copy)
 #: Makes a row's outputs of one panel zero.
 _clear = vir.kernel(1, 0, types.void, _emit_clear)
 #: SiLU of a row's outputs of one panel times those of the panel behind it.
@@ -305,6 +330,7 @@ gate = vir.kernel(2, 0, types.void, _emit_gate)
 #: So many vectors (third) of the first address as bfloat16 to the second.
 _round = vir.kernel(3, 0, types.void, _emit_round)
 _round_one = vir.kernel(2, 0, types.void, _emit_round_one)
+_unpack = vir.kernel(3, 0, types.void, vir.apart("unpack_int4", _emit_unpack))
 
 
 @numba.njit(nogil=True, inline="always")
@@ -335,6 +361,9 @@ def _multiply_panels(  # type: ignore[no-untyped-def] # pragma: no cover - compi
                 group,
             )  # fmt: skip
             index += _PANELS_ABREAST
+        elif kind == _INT4 and num_rows >= _ROWS_TO_UNPACK:
+            _multiply_unpacked(x, num_rows, k, panel, shift, place, y_stride, of_panel, group)
+            index += 1
         else:
             _multiply_panel(kind, x, x_stride, num_rows, k, panel, shift, place, y_stride, of_panel, group)
             index += 1
@@ -380,6 +409,37 @@ def _multiply_panel(kind, x, x_stride, num_rows, k, panel, bias, y, y_stride, sc
         scales += _OUTPUT_BYTES
     if bias:
         for index in range(num_rows):
+            add_bias(y + index * y_stride, bias)
+
+
+@called
+def _multiply_unpacked(x, num_rows, k, panel, bias, y, y_stride, scales, group):  # type: ignore[no-untyped-def] # pragma: no cover
+    """As `_multiply_panel`, of words of 4 bits and more rows than one pass takes: each group becomes bytes first.
+
+    Sums lie close together until all groups are in them: rows of outputs are often a power of two apart, and share few
+    lines of the L1 cache.
+    """
+    num_passes = _num_passes(num_rows)
+    sums = on_lines(num_rows * PANEL)
+    sums[:] = 0
+    step = PANEL // 2 // num_passes  # a number of each output has so many bytes in the words that are fetched
+    unpacked = on_lines(min(group, k) * _WORD * PANEL // FLOAT_BYTES)
+    for begin in range(0, k, group):
+        steps = min(group, k - begin)
+        count, words = steps * _WORD, panel + begin * _OUTPUT_BYTES
+        _unpack(words, steps, unpacked.ctypes.data)
+        fetch = words + steps * _OUTPUT_BYTES
+        for index in range(num_passes):
+            row = _first_row(index, num_passes, num_rows)
+            num = _first_row(index + 1, num_passes, num_rows) - row
+            start = x + (row * k + begin * num) * _WORD * FLOAT_BYTES
+            place = sums.ctypes.data + row * _OUTPUT_BYTES
+            _many_int8(num, start, 0, unpacked.ctypes.data, count, place, _OUTPUT_BYTES, fetch, step, scales, 0, 0)
+            fetch += count * step
+        scales += _OUTPUT_BYTES
+    for index in range(num_rows):
+        _copy(sums.ctypes.data + index * _OUTPUT_BYTES, y + index * y_stride)
+        if bias:
             add_bias(y + index * y_stride, bias)
 
 

@@ -62,9 +62,16 @@ class MixLoad:
         seconds = [self.slo.alone_s(entry.num_input) + self.slo.tpot_s * entry.num_output for entry in self.entries]
         return round(self.effort.num_at_once * len(seconds) / math.fsum(seconds), 3)
 
+    @property
+    def told(self) -> tuple[float, float]:
+        """What prompts as long as the longest kind's are on average must keep: a cluster has one TTFT for all."""
+        alone_s = self.slo.alone_s(max(kind.num_input for kind in self.mix.kinds))
+        return round(self.slo.factor * alone_s + self.slo.slack_s, 3), self.slo.tpot_s
+
     def settings(self) -> dict[str, Any]:
         """As JSON reads it back."""
         return {
+            "told_s": list(self.told),
             "mix": self.mix.name,
             "kinds": [asdict(kind) for kind in self.mix.kinds],
             "spread": SPREAD,

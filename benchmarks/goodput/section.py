@@ -61,13 +61,27 @@ def _introduction(contents: Sequence[Content]) -> str:
         f"The highest rate of Poisson arrivals, in requests/s, at which {SHARE:.0%} of all requests keep both targets: "
         f"a TTFT of at most {slo.factor:g} times that of such a prompt alone plus {slo.slack_s:g} s, and a TPOT of at "
         f"most {slo.tpot_s * 1e3:g} ms. The same targets hold for all servers: alone is as below, on vLLM where it was "
-        f"measured. Measured by {COMMAND} on {when}, on {hardware_words(settings['machine'])}; Tandem at "
+        f"measured. {_told_words(contents)} "
+        f"Measured by {COMMAND} on {when}, on {hardware_words(settings['machine'])}; Tandem at "
         f"{', '.join(codes_of(TANDEM, items))}{peer}. Tandem is one prefill and one decode worker, Tandem colocated "
         "two workers of which each computes its prompts itself. One search of each, so nothing is known of the spread; "
         "≥ where no rate was found that is too high, < where none was kept, and in brackets from which rate it fails "
         "where the time of the search was up before it knew better. A ratio lies between the bounds beside it, by the "
         "highest rates that were kept and the lowest that were not; the goal is judged where both bounds are on one "
         f"side of it. Searches that lie more than {hours()} apart have no ratio."
+    )
+
+
+def _told_words(contents: Sequence[Content]) -> str:
+    """Which mixes were measured with servers that knew the targets."""
+    mixes = [content["settings"] for content in contents if content["settings"]["point"]["mix"] != ALONE]
+    told = [settings["point"]["mix"] for settings in mixes if "told_s" in settings["goodput"]]
+    if not told:
+        return "No server was told these targets."
+    which = "" if len(told) == len(mixes) else f", on {', '.join(told)}"
+    return (
+        f"Tandem was told (`slo`) the TPOT and the TTFT of the longest kind's mean prompt{which}; vLLM has no such "
+        "setting."
     )
 
 

@@ -88,8 +88,9 @@ async def compare_together(comparisons: Sequence[Comparison]) -> int:
 
 async def _while_it_runs(parts: Sequence[tuple[Comparison, Turn]], contestant: Contestant) -> int:
     """Start a server, and do what it is started for; how many requests failed."""
-    first, _ = parts[0]
-    place = replace(first.place, directory=first.place.directory / contestant.name)
+    first, turn = parts[0]
+    told = first.plan.goodput.told if turn.has_goodput and first.plan.goodput is not None else None
+    place = replace(first.place, directory=first.place.directory / contestant.name, told=told)
     place.directory.mkdir(parents=True, exist_ok=True)
     commands = contestant.commands(place)
     about = await _about(first, contestant, commands, place)

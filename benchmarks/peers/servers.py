@@ -23,6 +23,7 @@ class Place:
     peer_venv: Path | None = None
     split_router: Path | None = None  # the program that joins the peer's two engines
     dtype: str = "float32"  # of the checkpoint; the peer is told, Tandem looks
+    told: tuple[float, float] | None = None  # TTFT and TPOT, s, that are wanted; the peer has no setting for it
 
 
 @dataclass(frozen=True)
@@ -39,28 +40,29 @@ class Contestant:
 # --- how each is started ----------------------------------------------------------------------------------------------
 
 
-def _tandem(place: Place, *options: str) -> list[Command]:
+def _tandem(place: Place, *options: str, config: str = "") -> list[Command]:
     program = str(Path(sys.executable).with_name("tandem"))
-    argv = (program, "serve", "--model", str(place.model), "--port", str(place.port), *options)
-    return [Command("tandem", argv, place.port)]
-
-
-def _configured(place: Place, config: str) -> list[Command]:
-    path = place.directory / "tandem.yaml"
-    path.write_text(config)
-    return _tandem(place, "--config", str(path))
+    argv = [program, "serve", "--model", str(place.model), "--port", str(place.port), *options]
+    if place.told is not None:
+        ttft_s, tpot_s = place.told
+        config += f"slo:\n  ttft_ms: {ttft_s * 1e3:.0f}\n  tpot_ms: {tpot_s * 1e3:.0f}\n"
+    if config:
+        path = place.directory / "tandem.yaml"
+        path.write_text(config)
+        argv += ["--config", str(path)]
+    return [Command("tandem", tuple(argv), place.port)]
 
 
 def _strict(place: Place) -> list[Command]:
-    return _configured(place, "scheduling:\n  mixed_pool: false\n")
+    return _tandem(place, config="scheduling:\n  mixed_pool: false\n")
 
 
 def _int8(place: Place) -> list[Command]:
-    return _configured(place, "model:\n  quantize: int8\n")
+    return _tandem(place, config="model:\n  quantize: int8\n")
 
 
 def _int4(place: Place) -> list[Command]:
-    return _configured(place, "model:\n  quantize: int4\n")
+    return _tandem(place, config="model:\n  quantize: int4\n")
 
 
 def _tandem_colocated(place: Place) -> list[Command]:

@@ -62,7 +62,14 @@ ANSWERS = Load("answers", 128, 64, 1, num_requests=8)
 
 
 class SearchedLoad(Protocol):
-    """A load whose highest rate is searched."""
+    """A load whose highest rate is searched.
+
+    Attributes:
+        told: TTFT and TPOT in seconds that a server is told to keep, if it can be told; `None`: it is told nothing.
+    """
+
+    @property
+    def told(self) -> tuple[float, float] | None: ...
 
     def settings(self) -> dict[str, Any]:
         """What must be equal for two searches to compare, as JSON reads it back."""
@@ -82,6 +89,10 @@ class GoodputLoad:
     slo_tpot_s: float = 0.05
     share: float = 0.9
     start_rate: float = 2.0  # requests a second; where the search begins
+
+    @property
+    def told(self) -> None:
+        """Nothing."""
 
     def settings(self) -> dict[str, Any]:
         return asdict(self)

@@ -385,6 +385,11 @@ async def test_a_server_that_keeps_about_one_a_second_is_known_to_a_fifth_in_its
     assert math.fsum(probe.load.duration_s for probe in search.probes) < 165.0
 
 
+def test_servers_are_told_what_the_mean_prompt_of_the_longest_kind_must_keep() -> None:
+    mix = Mix("two", (Kind(3, 100, 10), Kind(1, 600, 10)))
+    assert MixLoad(mix, SloByPrompt(((200, 0.2), (1000, 1.0))), Effort()).told == (2.3, 0.06)
+
+
 def test_settings_are_as_json_reads_them_back() -> None:
     settings = MixLoad(MIXES[4], SLO, Effort()).settings()
     assert json.loads(json.dumps(settings)) == settings
@@ -431,6 +436,10 @@ def search(name: str, best: float | None, worst: float | None) -> dict[str, Any]
 
 def text(*contents: dict[str, Any]) -> str:
     return "\n".join(section(contents))
+
+
+def joined(*contents: dict[str, Any]) -> str:
+    return " ".join(text(*contents).split())
 
 
 def row(page: str, *cells: str) -> str:
@@ -520,6 +529,14 @@ def test_a_mix_with_other_targets_than_are_told_is_named_and_does_not_count() ->
     assert "other targets" not in text(measured_alone(), known)
 
 
+def test_the_section_says_on_which_mixes_tandem_was_told_the_targets() -> None:
+    told, untold = (content(Point(mix), searches=[search("tandem", 3.0, 3.2)]) for mix in ("chats", "code"))
+    del untold["settings"]["goodput"]["told_s"]
+    assert "Tandem was told (`slo`) the TPOT and the TTFT of the longest kind's mean prompt; vLLM" in joined(told)
+    assert "mean prompt, on chats; vLLM" in joined(told, untold)
+    assert "No server was told these targets." in joined(untold)
+
+
 def test_requests_alone_are_told_and_whose_make_the_targets() -> None:
     page = text(content(Point("alone"), [*alone("tandem", 0.5), *alone("peer-colocated", 1.0)]))
     bold = " | **42** | **138** | **522** | **1,034** | **2,058** | **3,082** |"
@@ -572,7 +589,11 @@ def goodput(directory: Path, *points: Point, names: Sequence[str] = ("tandem", "
     )
 
 
+told_to_toys: list[tuple[float, float] | None] = []
+
+
 def toy(place: Place) -> list[Command]:
+    told_to_toys.append(place.told)
     return [Command("toy", (sys.executable, str(PEER_PROCESS), str(place.port)), place.port)]
 
 
@@ -588,7 +609,13 @@ async def test_requests_alone_then_a_mix_and_its_resumption(tmp_path: Path, monk
 
     tiny = goodput(tmp_path, mix.alone, mix)
     assert [tiny.is_done(point) for point in tiny.points] == [False, False]
+    told_to_toys.clear()
     assert await tiny.measure() == 0
+    of_longest = told_to_toys[-1]
+    assert told_to_toys == [None, None, of_longest, of_longest], "requests alone have no target yet"
+    assert of_longest is not None
+    assert of_longest[0] > 60.0
+    assert of_longest[1] == 60.0
     assert (tiny.failures, [tiny.is_done(point) for point in tiny.points]) == ({}, [True, True])
     asked = read(tiny.comparisons.path(mix.alone))
     assert {(each["contestant"], each["load"]) for each in asked["runs"]} == {

@@ -88,6 +88,22 @@ def test_the_commands_share_the_cores_and_the_ports(tmp_path: Path) -> None:
     assert router.argv[-2:] == ("http://127.0.0.1:9001", "http://127.0.0.1:9002")
 
 
+def test_ours_are_told_what_is_wanted_and_the_peer_cannot_be(tmp_path: Path) -> None:
+    from tandem.core.config import load
+
+    place = Place(tmp_path / "model", 9000, (0, 1), tmp_path, tmp_path / "venv", tmp_path / "router.py")
+    for contestant in (*CONTESTANTS, TANDEM_COLOCATED):
+        before = contestant.commands(place)
+        after = contestant.commands(replace(place, told=(2.5, 0.06)))
+        if contestant.is_peer:
+            assert after == before
+        else:
+            config = load(Path(after[0].argv[-1]))
+            assert (config.slo.ttft_ms, config.slo.tpot_ms) == (2500, 60)
+            assert config.scheduling.mixed_pool is (contestant.name != "tandem-strict")
+            assert set(before[0].argv) - {"--config"} <= set(after[0].argv)
+
+
 @pytest.mark.parametrize(
     ("cores", "prefill_on", "decode_on"), [((4,), "4", "4"), ((0, 1, 2), "0", "1,2"), ((0, 1, 2, 3), "0,1", "2,3")]
 )

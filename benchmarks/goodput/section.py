@@ -39,7 +39,7 @@ def section(contents: Sequence[Content]) -> Iterator[str]:
     if others:
         if not lines:
             yield ""
-        names = ", ".join(f"{point.mix} in {point.dtype}" for point in others)
+        names = _names(others)
         yield f"- **Warning**: measured with other targets than the requests alone below make: {names}. The goal's"
         yield "  count and the mean leave these out."
     yield ""
@@ -72,13 +72,17 @@ def _introduction(contents: Sequence[Content]) -> str:
     )
 
 
+def _names(points: Collection[Point]) -> str:
+    return ", ".join(f"{point.mix} in {point.dtype}" for point in points)
+
+
 def _told_words(contents: Sequence[Content]) -> str:
-    """Which mixes were measured with servers that knew the targets."""
+    """On which mixes servers knew the targets."""
     mixes = [content["settings"] for content in contents if content["settings"]["point"]["mix"] != ALONE]
-    told = [settings["point"]["mix"] for settings in mixes if "told_s" in settings["goodput"]]
+    told = [Point(**settings["point"]) for settings in mixes if "told_s" in settings["goodput"]]
     if not told:
         return "No server was told these targets."
-    which = "" if len(told) == len(mixes) else f", on {', '.join(told)}"
+    which = "" if len(told) == len(mixes) else f", on {_names(told)}"
     return (
         f"Tandem was told (`slo`) the TPOT and the TTFT of the longest kind's mean prompt{which}; vLLM has no such "
         "setting."

@@ -89,7 +89,8 @@ async def compare_together(comparisons: Sequence[Comparison]) -> int:
 async def _while_it_runs(parts: Sequence[tuple[Comparison, Turn]], contestant: Contestant) -> int:
     """Start a server, and do what it is started for; how many requests failed."""
     first, turn = parts[0]
-    told = first.plan.goodput.told if turn.has_goodput and first.plan.goodput is not None else None
+    searched = first.plan.searched(turn)
+    told = None if searched is None else searched.told
     place = replace(first.place, directory=first.place.directory / contestant.name, told=told)
     place.directory.mkdir(parents=True, exist_ok=True)
     commands = contestant.commands(place)
@@ -107,8 +108,8 @@ async def _one_turn(comparison: Comparison, turn: Turn, contestant: Contestant, 
         run = await _run_load(comparison, load, seed_of(plan, load.name, turn.repetition))
         num_failed += sum(run["figures"]["num_failed"].values())
         measured.add_run({**about, "load": load.name, "repetition": turn.repetition, **run})
-    if turn.has_goodput and plan.goodput is not None:
-        search = await _search(comparison, plan.goodput, contestant.num_workers)
+    if (searched := plan.searched(turn)) is not None:
+        search = await _search(comparison, searched, contestant.num_workers)
         measured.add_goodput({**about, **search})
     return num_failed
 

@@ -92,7 +92,7 @@ class GoodputLoad:
 
     @property
     def told(self) -> None:
-        """Nothing."""
+        """Nothing: servers have their defaults, as for the loads beside it."""
 
     def settings(self) -> dict[str, Any]:
         return asdict(self)
@@ -112,6 +112,10 @@ class Plan:
     num_warm_up: int = 4
     goodput: SearchedLoad | None = None
     has_answers: bool = True  # also ask some prompts one by one, and keep the texts
+
+    def searched(self, turn: Turn) -> SearchedLoad | None:
+        """The load whose rate the turn searches; `None`: it does not."""
+        return self.goodput if turn.has_goodput else None
 
 
 @dataclass(frozen=True)

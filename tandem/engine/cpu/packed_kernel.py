@@ -78,7 +78,7 @@ MAX_ROWS = 12 if _IS_WIDE else 6
 _ROWS_ABREAST, _PANELS_ABREAST = (2 if _IS_WIDE else 1), 4
 #: Up to so many rows a pass goes at the speed of memory by itself.
 _MAX_ROWS_ALONE = 6 if _IS_WIDE else 1
-#: From so many rows on words of 4 bits are unpacked before they are multiplied.
+# From so many rows on words of 4 bits are unpacked before they are multiplied: with AVX2 the fourth pass pays for that.
 _ROWS_TO_UNPACK = 1 << 62 if _IS_WIDE else 3 * MAX_ROWS + 1
 # How many of its steps a single pass over whole panels fetches ahead.
 _STEPS_AHEAD = 64
@@ -414,7 +414,7 @@ def _multiply_panel(kind, x, x_stride, num_rows, k, panel, bias, y, y_stride, sc
 
 @called
 def _multiply_unpacked(x, num_rows, k, panel, bias, y, y_stride, scales, group):  # type: ignore[no-untyped-def] # pragma: no cover
-    """As `_multiply_panel`, of words of 4 bits and more rows than one pass takes: each group becomes bytes first.
+    """As `_multiply_panel`, of words of 4 bits and rows of several passes: each group becomes bytes first.
 
     Sums lie close together until all groups are in them: rows of outputs are often a power of two apart, and share few
     lines of the L1 cache.
@@ -426,9 +426,9 @@ def _multiply_unpacked(x, num_rows, k, panel, bias, y, y_stride, scales, group):
     unpacked = on_lines(min(group, k) * _WORD * PANEL // FLOAT_BYTES)
     for begin in range(0, k, group):
         steps = min(group, k - begin)
-        count, words = steps * _WORD, panel + begin * _OUTPUT_BYTES
-        _unpack(words, steps, unpacked.ctypes.data)
-        fetch = words + steps * _OUTPUT_BYTES
+        count, packed = steps * _WORD, panel + begin * _OUTPUT_BYTES
+        _unpack(packed, steps, unpacked.ctypes.data)
+        fetch = packed + steps * _OUTPUT_BYTES
         for index in range(num_passes):
             row = _first_row(index, num_passes, num_rows)
             num = _first_row(index + 1, num_passes, num_rows) - row

@@ -533,7 +533,7 @@ def test_the_section_says_on_which_mixes_tandem_was_told_the_targets() -> None:
     told, untold = (content(Point(mix), searches=[search("tandem", 3.0, 3.2)]) for mix in ("chats", "code"))
     del untold["settings"]["goodput"]["told_s"]
     assert "Tandem was told (`slo`) the TPOT and the TTFT of the longest kind's mean prompt; vLLM" in joined(told)
-    assert "mean prompt, on chats; vLLM" in joined(told, untold)
+    assert "mean prompt, on chats in float32; vLLM" in joined(told, untold)
     assert "No server was told these targets." in joined(untold)
 
 

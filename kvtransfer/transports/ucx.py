@@ -109,7 +109,8 @@ def _memory(device: str) -> tuple[str, int]:
 
 
 class UcxTransport(Transport):
-    """NIXL's UCX backend. It rings at a peer after each write and message, because the peer must poll."""
+    """NIXL's UCX backend. It rings at a peer after each write and message, and at each look at a write that has not
+    ended, because the peer must poll: over TCP it stores what has come only then."""
 
     name: ClassVar[str] = "ucx"
     carries_messages: ClassVar[bool] = True
@@ -193,6 +194,8 @@ class UcxTransport(Transport):
             arrived = agent.get_new_notifs()
         for handle, raw in list(self._handles.items()):
             self._advance(handle, lambda raw=raw: agent.check_xfer_state(raw))
+        for peer in {handle.peer for handle in self._handles}:
+            self._ring(peer)
         events, self._ready = self._ready, []
         for name, notifications in arrived.items():
             events += [_heard(PeerId(_text(name)), notification) for notification in notifications]

@@ -271,6 +271,16 @@ def test_it_rings_at_a_reader_when_a_write_has_arrived(pair: Pair) -> None:
         pair.wait(lambda t=tag: t in pair.reader.arrived(), f"{tag!r}")  # type: ignore[misc]
 
 
+def test_it_rings_at_a_reader_for_as_long_as_a_write_needs_its_polls(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair("ucx")
+    handle = pair.writer.write(pair.peer, [Descriptor(0, 0, 1000)], b"first")
+    for _ in range(3):
+        assert pair.reader.hears(5.0)
+        assert not pair.reader.hears(0.0)
+        pair.writer.poll()  # it has not ended, as its reader does not poll
+    assert isinstance(pair.end_of(handle), WriteCompleted)
+
+
 def test_it_rings_at_a_reader_with_every_message(speaking: Pair) -> None:
     for content in (b"", b"hello"):
         speaking.writer.transport.send(speaking.peer, content)

@@ -39,7 +39,6 @@ class DecodeJob(Attempt):
     ended: set[int] = field(default_factory=set)  # choices of which nobody wants more
     is_cancelled: bool = False  # it was cancelled; its pages come back when the protocol says so
     may_be_wrong: bool = False  # what was handed off of it: no other request may find it
-    is_new: bool = False  # handed off, and no step has computed a token of it yet
     local: ComputesHere | None = None  # set from when its prompt is computed here
     sequences: list[Sequence] = field(default_factory=list)  # in the batch, or preempted
     # Of a request with a grammar, when it enters the batch: by choice, and of `PROMPT` where that is computed here.

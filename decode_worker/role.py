@@ -30,7 +30,6 @@ from tandem.worker.counters import WorkerCounters
 from tandem.worker.guesses import Guesses
 from tandem.worker.guide import Guide, GuideMaker
 from tandem.worker.load import LoadReport
-from tandem.worker.pacing import Pacing
 from tandem.worker.prompt_scoring import ScoreTokens
 from tandem.worker.request import AttemptFailed, AttemptSpec, RequestLimits
 from tandem.worker.scheduler import BatchScheduler
@@ -68,7 +67,6 @@ class DecodeRole:
         score: ScoreTokens,
         counters: WorkerCounters,
         load: LoadReport,
-        pacing: Pacing,
         clock: Clock,
         is_draining: Callable[[], bool],
         guesses: Guesses | None = None,
@@ -85,7 +83,6 @@ class DecodeRole:
         self._counters = counters
         self._load = load
         self._guides = guides
-        self._pacing = pacing
         self._clock = clock
         self._is_draining = is_draining
         self._to_runner = to_runner
@@ -351,7 +348,6 @@ class DecodeRole:
         with self._lock:
             self.ledger.end(job, pages, verified, quarantined=quarantined, keys=[] if job.may_be_wrong else keys)
         self._has_changed = True
-        self._to_runner(lambda: self._pacing.first_steps_taken(1))
         # A writer that stops by itself tells the router why itself.
         if not job.is_cancelled and not has_stopped:
             error = HandoffError(f"the handoff to {self._worker_id} failed: {reason.value}", reason=reason.value)
@@ -387,7 +383,7 @@ class DecodeRole:
         def guided(made: list[Guide] | TandemError) -> None:
             job.waits_for_grammar = False
             if isinstance(made, TandemError):
-                self._unguided(job, made, was_handed_off=PROMPT not in outputs)
+                self._unguided(job, made)
             else:
                 job.guides = dict(zip(outputs, made, strict=True))
                 enter()
@@ -396,14 +392,13 @@ class DecodeRole:
 
     # -- the batch; on the runner's thread
 
-    def _unguided(self, job: DecodeJob, error: TandemError, *, was_handed_off: bool) -> None:
+    def _unguided(self, job: DecodeJob, error: TandemError) -> None:
         """Its grammar holds for nothing."""
         with self._lock:
             if self._may_enter(job):
                 self.ledger.remove(job)
                 self._pool.release([*job.cached, *job.pages])
                 self._fail(job.session, job.key, error)
-        self._pacing.first_steps_taken(int(was_handed_off))
 
     def _compute_here(self, job: DecodeJob) -> None:
         """Put the prompt into the batch, to be computed in chunks; there is no writer."""
@@ -421,13 +416,9 @@ class DecodeRole:
     def _begin_choices(self, job: DecodeJob, outputs: dict[int, list[int]], committed_s: float) -> None:
         with self._lock:
             if not self._may_enter(job):
-                self._pacing.first_steps_taken(1)
                 return
-            job.is_new = True
             self._tokens.enter(job, outputs, [*job.cached, *job.pages], job.num_there, job.num_hidden)
             self._emit({job.session: [Admitted(job.key, self._clock.now() - committed_s)]})
-            if not self.ledger.has(job):  # nobody wants more of any of its choices
-                self._take_no_first_step(job)
         fault_points.reach("decode.admitted")
 
     def _may_enter(self, job: DecodeJob) -> bool:
@@ -446,12 +437,6 @@ class DecodeRole:
             for sequence in job.sequences:
                 self._pool.release(take(sequence))
             job.sequences = []
-        self._take_no_first_step(job)
-
-    def _take_no_first_step(self, job: DecodeJob) -> None:
-        """It has left the batch, or never entered it: prefill waits for its first step no more."""
-        self._pacing.first_steps_taken(int(job.is_new))
-        job.is_new = False
 
     def _end_choices(self, job: DecodeJob) -> None:
         """Those of which nobody wants more leave the batch; where they are to come, they do not enter it."""
@@ -459,8 +444,6 @@ class DecodeRole:
             if self.ledger.has(job) and job.state is AttemptState.RUNNING:
                 for sequence in [each for each in job.sequences if each.choice in job.ended]:
                     self._tokens.end(job, sequence)
-                if not self.ledger.has(job):
-                    self._take_no_first_step(job)
 
     def _drop(self, job: DecodeJob) -> None:
         """Drop an attempt whose result nobody needs, and whose KV may be wrong."""
@@ -515,9 +498,8 @@ class DecodeRole:
                 self._scheduler.tiers.computed(num_tokens, took_s)
             if batch.num_chunk_tokens or batch.num_paced_tokens:
                 self._note_chunks(batch, took_s)
-            num_new = self._tokens.book(batch)
+            self._tokens.book(batch)
             self._counters.prompt_steps = self._scheduler.prompt_steps()  # beside those who are left
-        self._pacing.first_steps_taken(num_new)
         self.snapshot()
 
     def _note_chunks(self, batch: Batch, took_s: float) -> None:

@@ -134,19 +134,15 @@ class TokenBook:
                 else:
                     sampled[index] = before + tokens
 
-    def book(self, batch: Batch) -> int:
-        """Give out what a step sampled, which the scheduler has booked; returns how many admissions it was the first
-        step of. With the scheduler's lock held."""
+    def book(self, batch: Batch) -> None:
+        """Give out what a step sampled, which the scheduler has booked. With the scheduler's lock held."""
         events: Events = defaultdict(list)
         self._ended.clear()
         sampled = iter(self._sampled)
-        num_new = 0
         for item in batch.items:
             sequence = item.sequence
             job: DecodeJob = sequence.owner.job
             self._count(item)
-            num_new += job.is_new
-            job.is_new = False
             tokens = next(sampled) if item.samples else []
             if not self.ledger.has(job):  # cancelled, or another choice could not be sampled
                 continue
@@ -169,7 +165,6 @@ class TokenBook:
                     self._fork(sequence, tokens, events)
         if events:
             self.emit(events)
-        return num_new
 
     def may_wait(self, batch: Batch) -> bool:
         """Whether a step of one token of each choice may be given out after the next one is launched; notes then who

@@ -117,7 +117,6 @@ class DecodeWorker:
             score=score_rows,
             counters=parts.counters,
             load=parts.load,
-            pacing=parts.pacing,
             clock=clock,
             is_draining=lambda: parts.life.draining,
             guesses=_guesses(parts, clock),

@@ -29,7 +29,6 @@ from tandem.worker.batch import Batch
 from tandem.worker.counters import WorkerCounters
 from tandem.worker.guide import Guide, GuideMaker
 from tandem.worker.load import LoadReport
-from tandem.worker.pacing import Pacing
 from tandem.worker.prompt_scoring import ScoreTokens
 from tandem.worker.request import AttemptFailed, AttemptSpec, PromptPooled, RequestLimits, TokenSampled
 from tandem.worker.scheduler import BatchScheduler
@@ -70,7 +69,6 @@ class PrefillRole:
         score: ScoreTokens,
         counters: WorkerCounters,
         load: LoadReport,
-        pacing: Pacing,
         clock: Clock,
         is_draining: Callable[[], bool],
         vectors: PromptVectors | None = None,
@@ -86,7 +84,6 @@ class PrefillRole:
         self._counters = counters
         self._load = load
         self._guides = guides
-        self._pacing = pacing
         self._now = clock.now
         self._is_draining = is_draining
         # Invariant: all and only attempts whose handoff is not over, or that still compute.
@@ -313,7 +310,6 @@ class PrefillRole:
         self._counters.busy_s += self._times.elapsed_s
         if self._scheduler.tiers is not None:
             self._scheduler.tiers.computed(batch.num_tokens, self._times.elapsed_s)
-        self._pacing.before_handoffs({item.sequence.owner.receiver for item in batch.items})
         ended: list[PromptJob] = []
         self._times.end(batch)
         for item in batch.items:
@@ -324,7 +320,6 @@ class PrefillRole:
             elif item.start + item.num_tokens == item.sequence.num_prompt:
                 ended.append(job)
         self._finish(ended)
-        self._pacing.after_handoffs(job.receiver for job in ended if job.attached and not job.over)
         self.snapshot()
 
     def _finish(self, jobs: list[PromptJob]) -> None:

@@ -128,7 +128,6 @@ class PrefillWorker:
             score=score_rows,
             counters=parts.counters,
             load=parts.load,
-            pacing=parts.pacing,
             clock=clock,
             is_draining=lambda: parts.life.draining,
             vectors=PromptVectors(sum_rows, mean_of) if parts.engine.pooling is not None else None,
@@ -206,8 +205,6 @@ class PrefillWorker:
             self.parts.runner.submit(partial(self.core.refuse, session, key, error))
             return
         self._targets[key] = start.decode
-        if start.decode.host_id == self.parts.info.host_id:
-            self.parts.pacing.met(receiver, start.decode.pid)
         # Opened from here, so that no grant can be attached before, however long the runner's step takes.
         num_pages = self.parts.scheduler.groups.num_handed_off(len(spec.prompt_ids))
         self.parts.on_transfer(lambda _: self.driver.open(key, num_pages, receiver))
@@ -267,7 +264,6 @@ class PrefillWorker:
         """A process has ended, on whatever host: if it was a decode worker, nothing can be sent to it any more."""
         self.peers.ended(incarnation)
         self.connections.forget(incarnation)
-        self.parts.pacing.left(incarnation)
         keys = [key for key, target in self._targets.items() if target.incarnation == incarnation]
         if keys:
             self.parts.runner.submit(lambda: self.core.receiver_ended(keys, incarnation))

@@ -270,9 +270,8 @@ class SchedulingConfig:
         minimum=0
     )
     share_cores: bool = _key(
-        True, "Let a worker that has nothing to compute lend its CPU threads to the others of its node. Prefill also "
-        "lends them until decode has computed the first step of a handoff. Turn it off where workers must not disturb "
-        "each other."
+        True, "Let a worker that has nothing to compute lend its CPU threads to the others of its node. Turn it off "
+        "where workers must not disturb each other."
     )
     local_prefill_tokens: int = _key(
         512, "The most tokens that a decode worker computes of a prompt whose prefill worker was lost, of what that "

@@ -42,7 +42,7 @@ from tandem.rpc.v1 import common_pb2 as pb
 from tandem.worker.cache_report import CacheReport
 from tandem.worker.counters import WorkerCounters
 from tandem.worker.cpu.core_shares import CoreShares
-from tandem.worker.cpu.pacing import DecodePacing, PrefillPacing
+from tandem.worker.cpu.pacing import CpuPacing
 from tandem.worker.cpu.pages_ahead import PagesAhead
 from tandem.worker.cpu.transfer_cores import transfer_cores
 from tandem.worker.draft_model import load_draft
@@ -362,9 +362,7 @@ def _make_pacing(config: Config, place: WorkerPlace, site: Site, arena: KVArena)
         return Pacing()
     path = _cores_file(config, place)
     shares = CoreShares(path, place.num_threads) if path is not None else None
-    pages_ahead = PagesAhead(arena, f"pages-{place.worker_id}")
-    make = PrefillPacing if site.role is Role.PREFILL else DecodePacing
-    return make(shares, pages_ahead)
+    return CpuPacing(shares, PagesAhead(arena, f"pages-{place.worker_id}"))
 
 
 def _step_log(config: Config, worker_id: str, windows: Windows) -> StepLog | None:

@@ -8,6 +8,7 @@ Of the numbers that leave all who wait for the step the time per token that they
 token of a prompt delays all together least: the step itself delays the prompts that wait, and as many that will have
 come behind them; what the tokens add delays them and each who generates. Where tokens add in proportion that is as many
 as leaves the step itself little of the delay, where some are free it is these, and where many prompts wait it is more.
+Where many generate fewer are taken than that, as far as it costs little.
 A number that looks bad is not taken again, so what was not seen for long is forgotten: the step may have been held up.
 And before a step without prompts was seen, all of a step's time counts as added: that is put right with the first one.
 
@@ -28,6 +29,9 @@ _FIRST_TOKENS, _GROWTH = 16, 2
 _WEIGHT = 1 / 8  # of the newest step
 # The fewest tokens are taken that delay all hardly more than the best number: steps are no longer than is of use.
 _HARDLY = 0.05
+# They may delay all by so much more of what the best number's tokens cost those who generate. For these and for those
+# who are handed off to them, who wait for a step's end, many short steps are better than a long one.
+_FOR_SHORT_STEPS = 0.2
 # A step that takes more times what was expected counts as one of so many.
 _HELD_UP = 2.0
 # After so many steps a number that is not taken any more is tried again: it may have been held up when it was.
@@ -112,8 +116,11 @@ class PromptRoom:
         delays = {p: delay(p) for p in self._points(plain_s, target_s, most) if p[0] >= 1}
         if delays and len(self._added) == 1:  # of one number alone nothing is known that would speak against more
             return max(delays)
-        enough = (1 + _HARDLY) * min(delays.values(), default=0.0)
-        return min((point for point, value in delays.items() if value <= enough), default=(0.0, 0.0))
+        if not delays:
+            return 0.0, 0.0
+        tokens, added_s = best = min(delays, key=lambda point: delays[point])
+        enough = (1 + _HARDLY) * delays[best] + _FOR_SHORT_STEPS * num_rows * added_s / tokens
+        return min(point for point, value in delays.items() if value <= enough)
 
     def _points(self, plain_s: float, target_s: float, most: int) -> Iterator[_Point]:
         """What was tried, as far as it leaves the time and is no more than `most`; where that ends; and what is to be

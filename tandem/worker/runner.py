@@ -105,17 +105,13 @@ class Runner:
         assert steps is not None
         self.busy_since_s = time.monotonic()
         self._drain_inbox()
-        scheduler = self.scheduler
-        while not self._stopping and self._pacing.give_way(has_work=bool(scheduler.running or scheduler.waiting)):
-            self.busy_since_s = time.monotonic()
-            self._drain_inbox()  # the next step is that of what has come meanwhile, too
         if self._stopping:
             steps.tell()
             return
         began_s = time.monotonic()
         batch = steps.next()
         if batch.items:
-            self._pacing.step_begins(scheduler.pool.first_untouched)
+            self._pacing.step_begins(self.scheduler.pool.first_untouched)
             if self._step_log is None:
                 self._step(hooks, steps, batch)
             else:

@@ -13,7 +13,6 @@ from tandem.sim.kernel import Kernel
 from tandem.worker.batch import SchedulerLimits
 from tandem.worker.counters import WorkerCounters
 from tandem.worker.load import LoadReport
-from tandem.worker.pacing import Pacing
 from tandem.worker.request import RequestLimits
 from tandem.worker.scheduler import BatchScheduler
 from tests.support.ends import Cluster, End
@@ -76,7 +75,6 @@ class Node(End):
             "score": score,
             "counters": self.counters,
             "load": self.load,
-            "pacing": Pacing(),
             "clock": clock,
             "is_draining": lambda: self.is_draining,
         }

@@ -9,20 +9,14 @@ The workers share a small mapped file with a slot for each of them. A slot belon
 its bytes, so the operating system frees it when the process dies. A busy worker writes until when it is busy, so a
 stopped or dead one counts as idle after ten seconds. No result depends on any of this: results are the same bits on any
 number of threads.
-
-A worker may also give way while it has something to compute. Prefill rests until decode has computed the first step of
-a handoff, so that this step has the cores of both.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
 import fcntl
 import mmap
 import os
-import platform
 import struct
 import time
 from collections.abc import Iterable
@@ -34,9 +28,8 @@ from tandem.core.errors import ConfigError
 
 # A slot is a cache line: how many threads its worker has (0: it is free); until when it is busy, in ns of the monotonic
 # clock, which all processes of a host share; whether somebody wants back what was lent to it; whether somebody came to
-# rest since it borrowed; the worker's process; how many requests that were handed off to it have had their first step.
-# The first line holds how many slots were ever taken.
-_THREADS, _BUSY_UNTIL, _WANTED_BACK, _OFFERED, _PID, _FIRST_STEPS = range(6)
+# rest since it borrowed. The first line holds how many slots were ever taken.
+_THREADS, _BUSY_UNTIL, _WANTED_BACK, _OFFERED = range(4)
 _SLOT_WORDS = 8
 _SLOT_BYTES = 8 * _SLOT_WORDS
 _NUM_SLOTS = 255
@@ -45,12 +38,6 @@ _FILE_BYTES = (_NUM_SLOTS + 1) * _SLOT_BYTES
 # Longer than a layer of a large chunk, or a step of few tokens: a worker that computes says so at each. One that rests
 # says that too, so this is how long the threads of one that died are not used.
 _BUSY_NS = 10_000_000_000
-
-# futex(2) has no function in the C library. Its word is the low half of one of ours, and shared between processes.
-_SYS_FUTEX = 98 if platform.machine() in ("aarch64", "arm64") else 202
-_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
-_ALL = 2**31 - 1
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def lent_threads(own: int, others: Iterable[tuple[int, bool]]) -> int:
@@ -102,8 +89,6 @@ class CoreShares:
         self.wanted_back_at = self._address(self._slot + _WANTED_BACK)
         self.offered_at = self._address(self._slot + _OFFERED)
         self.rest()
-        self._words[self._slot + _PID] = os.getpid()
-        self._words[self._slot + _FIRST_STEPS] = 0
         self._words[self._slot + _THREADS] = num_threads
 
     def borrow(self) -> int:
@@ -122,7 +107,7 @@ class CoreShares:
         return min(self._most, self._lent_to(mine, now))
 
     def rest(self) -> None:
-        """The others may have this worker's threads: there is nothing to compute, or it gives way for a moment."""
+        """The others may have this worker's threads: there is nothing to compute."""
         words, mine, now = self._words, self._slot, time.monotonic_ns()
         if words[mine + _BUSY_UNTIL]:
             words[mine + _BUSY_UNTIL] = 0
@@ -130,48 +115,14 @@ class CoreShares:
                 if words[slot + _BUSY_UNTIL] > now and self._gains(slot, now):
                     words[slot + _OFFERED] = 1
 
-    def took_first_steps(self, number: int) -> None:
-        """So many requests that were handed off to this worker have had their first step here, or will have none:
-        whoever gives way to them may go on."""
-        word = self._slot + _FIRST_STEPS
-        self._words[word] += number
-        self._futex(word, _FUTEX_WAKE, _ALL, None)
-
-    def first_steps(self, pid: int) -> int | None:
-        """How many requests that were handed off to this process, by whomever, have had their first step there; `None`:
-        it has no share here."""
-        slot = self._slot_of(pid)
-        return None if slot is None else self._words[slot + _FIRST_STEPS]
-
-    def give_way(self, pid: int, number: int, until_s: float) -> None:
-        """Rest until `first_steps(pid)` has reached `number`, or the monotonic clock `until_s`.
-
-        Returns at once where that process would compute on no more threads than it does.
-        """
-        while (slot := self._slot_of(pid)) is not None and self._gains(slot, time.monotonic_ns()):
-            word = slot + _FIRST_STEPS
-            count, left_s = self._words[word], until_s - time.monotonic()
-            if count >= number or left_s <= 0:
-                return
-            self.rest()
-            timeout = struct.pack("qq", *divmod(int(left_s * 1e9), 1_000_000_000))
-            self._futex(word, _FUTEX_WAIT, count, timeout)  # returns at once where the count has changed meanwhile
-
     def leave(self) -> None:
         """Give the slot back. The memory stays mapped: a kernel that runs on may still look at it."""
         self._words[self._slot + _THREADS] = 0
-        self.took_first_steps(1)  # wakes those who give way: there is nobody left to wait for
         self._lock(self._slot // _SLOT_WORDS, fcntl.F_UNLCK)
         os.close(self._file)
 
     def _address(self, word: int) -> int:
         return self._start + word * 8
-
-    def _futex(self, word: int, operation: int, value: int, timeout: bytes | None) -> None:
-        address, low_half = ctypes.c_void_p(self._address(word)), ctypes.c_uint32(value & 0xFFFFFFFF)
-        failed = _libc.syscall(_SYS_FUTEX, address, operation, low_half, timeout, None, 0) < 0
-        if failed and (code := ctypes.get_errno()) not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
-            raise OSError(code, f"futex: {os.strerror(code)}")
 
     def _others(self) -> list[int]:
         """Slots that were ever taken, but for this worker's."""
@@ -190,10 +141,6 @@ class CoreShares:
     def _gains(self, slot: int, now: int) -> bool:
         """Whether the worker of a slot may use more threads when this one rests than when it computes."""
         return self._lent_to(slot, now, rests=True) > self._lent_to(slot, now)
-
-    def _slot_of(self, pid: int) -> int | None:
-        words = self._words
-        return next((s for s in self._others() if words[s + _PID] == pid and words[s + _THREADS]), None)
 
     def _claim(self, path: Path) -> int:
         """The first slot that is free; clears those whose workers died. One worker at a time."""

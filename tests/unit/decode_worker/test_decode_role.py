@@ -86,7 +86,6 @@ class World:
             score=score,
             counters=self.counters,
             load=LoadReport(self.scheduler, lambda: None, self._count),
-            pacing=Pacing(),
             clock=self.clock,
             is_draining=lambda: self.draining,
             guesses=guesses,
@@ -244,35 +243,6 @@ def test_a_choice_that_has_ended_before_it_could_enter_stays_out() -> None:
     assert isinstance(made, GrantMade)
     world.role.end_choice(handed, 0)
     assert world.hand_off(made.grant) is None
-    world.assert_empty()
-
-
-@pytest.mark.parametrize("when", ["before it enters", "before its first step", "after its first step", "never"])
-def test_prefill_rests_for_no_handoff_whose_choice_has_ended(when: str) -> None:
-    """It waits for the first step with what it handed off, or for the word that there will be none: once."""
-
-    class Counting(Pacing):
-        num_taken = 0
-
-        def first_steps_taken(self, number: int) -> None:
-            self.num_taken += number
-
-    world = World()
-    world.role._pacing = pacing = Counting()
-    key = world.reserve()
-    (made,) = world.take()
-    assert isinstance(made, GrantMade)
-    if when == "before it enters":
-        world.role.end_choice(key, 0)
-    assert world.hand_off(made.grant) is None
-    if when == "before its first step":
-        world.role.end_choice(key, 0)
-    elif when != "before it enters":
-        world.step()
-        world.role.end_choice(key, 0 if when == "after its first step" else 1)
-    assert pacing.num_taken == 1
-    world.role.cancel(key)
-    assert pacing.num_taken == 1
     world.assert_empty()
 
 

@@ -10,8 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -103,73 +101,18 @@ def test_who_comes_to_rest_offers_its_threads(path: Path) -> None:
         assert not _is_offered(first)
 
 
-def _giving_way(first: CoreShares, second: CoreShares, number: int) -> threading.Thread:
-    """The first, which computed, rests in this thread for so many first steps of the second."""
-    first.borrow()
-    giving = threading.Thread(target=first.give_way, args=(os.getpid(), number, time.monotonic() + 30))
-    giving.start()
-    wait_until(second.borrow, "the threads that are lent")
-    return giving
-
-
-def test_who_gives_way_rests_until_the_first_steps_are_taken(path: Path) -> None:
-    with _joined(path, 1) as first, _joined(path, 1) as second:
-        assert first.first_steps(os.getpid()) == 0
-        giving = _giving_way(first, second, 2)
-        second.took_first_steps(1)
-        giving.join(0.1)
-        assert giving.is_alive()
-        assert second.borrow() == 1
-        second.took_first_steps(1)
-        giving.join(10)
-        assert not giving.is_alive()
-        assert first.first_steps(os.getpid()) == 2
-        first.give_way(os.getpid(), 2, time.monotonic() + 30)  # they were taken already
-        assert first.borrow() == 0
-
-
-def test_nobody_rests_for_one_who_gains_nothing(path: Path) -> None:
+def test_who_gains_nothing_is_offered_nothing(path: Path) -> None:
     """One thread cannot be shared by two: neither gets it, nor is offered it."""
     with _joined(path, 1) as prefill, _joined(path, 1) as first, _joined(path, 1) as second:
         prefill.borrow()
         first.borrow()
         second.borrow()
-        began = time.monotonic()
-        prefill.give_way(os.getpid(), 9, began + 30)
-        assert time.monotonic() - began < 20
         prefill.rest()
         assert not _is_offered(first)
         assert first.borrow() == 0
         second.rest()
         assert _is_offered(first)
         assert first.borrow() == 2
-
-
-def test_who_leaves_is_not_waited_for(path: Path) -> None:
-    with _joined(path, 1) as first:
-        with _joined(path, 1) as second:
-            giving = _giving_way(first, second, 9)
-        giving.join(10)
-        assert not giving.is_alive()
-
-
-def test_nobody_gives_way_for_longer_than_is_said(path: Path) -> None:
-    with _joined(path, 1) as first, _joined(path, 1):
-        began = time.monotonic()
-        first.give_way(os.getpid(), 1, began + 0.05)
-        assert 0.05 <= time.monotonic() - began < 5
-        first.give_way(os.getpid(), 1, began)  # too late already
-
-
-def test_who_has_no_share_is_not_waited_for(path: Path) -> None:
-    with _joined(path, 1) as first:
-        with _joined(path, 1) as second:
-            second.took_first_steps(3)
-            assert first.first_steps(os.getpid()) == 3
-        assert first.first_steps(os.getpid()) is None
-        first.give_way(os.getpid(), 9, time.monotonic() + 30)
-        with _joined(path, 1):
-            assert first.first_steps(os.getpid()) == 0
 
 
 def test_who_leaves_lends_no_more(path: Path) -> None:

@@ -57,7 +57,7 @@ def least_delay(step_s: StepS, rows: int, prompts: int, target_s: float) -> floa
     st.floats(0.03, 0.3),
     st.sampled_from((0.0, 0.1)),
 )
-def test_the_time_is_kept_and_all_together_wait_hardly_longer_than_they_must(
+def test_the_time_is_kept_and_all_together_wait_not_much_longer_than_they_must(
     step_s: float, token_s: float, rows: int, prompts: int, target_s: float, noise: float
 ) -> None:
     room, takes = PromptRoom(), in_proportion(step_s, 1e-4, token_s)
@@ -65,14 +65,18 @@ def test_the_time_is_kept_and_all_together_wait_hardly_longer_than_they_must(
     tokens = room.tokens(rows, prompts, target_s, 2048)
     assert takes(rows, tokens) <= (1.0 + noise) * target_s
     least = least_delay(takes, rows, prompts, (1 - noise) * target_s)
-    assert least == float("inf") or delay(takes, rows, prompts, max(1, tokens)) <= (1.5 if noise else 1.2) * least
+    assert least == float("inf") or delay(takes, rows, prompts, max(1, tokens)) <= 1.8 * least
 
 
 def test_steps_are_no_longer_than_is_of_use() -> None:
-    """Where a token takes a tenth of a step, hundreds of them are hardly better than a hundred."""
+    """Where a token takes a tenth of a step, hundreds of them are hardly better than twenty for four who generate; not
+    so where ten prompts wait and one generates."""
     room, takes = PromptRoom(), in_proportion(0.01, 1e-4, 1e-3)
     learn(room, takes, 4, 1.0)
-    assert room.tokens(4, 1, 1.0, 2048) <= 130
+    assert 16 <= room.tokens(4, 1, 1.0, 2048) <= 40
+    room = PromptRoom()
+    learn(room, takes, 1, 1.0, prompts=10)
+    assert room.tokens(1, 10, 1.0, 2048) >= 100
 
 
 def test_the_tokens_are_taken_that_cost_those_who_generate_nothing() -> None:
@@ -124,7 +128,7 @@ def test_the_first_steps_try_no_more_than_what_was_tried_allows() -> None:
         assert takes(4, tried[-1]) <= 0.2
     assert tried[1:3] == [16, 32]
     assert all(after <= 2 * before for before, after in pairwise(tried[1:]))
-    assert delay(takes, 4, 1, tried[-1]) <= 1.1 * least_delay(takes, 4, 1, 0.2)
+    assert delay(takes, 4, 1, tried[-1]) <= 1.2 * least_delay(takes, 4, 1, 0.2)
 
 
 def test_a_step_that_was_held_up_hardly_counts() -> None:
@@ -155,11 +159,11 @@ def test_a_step_that_was_held_up_is_not_held_against_its_tokens_for_ever(at: int
     def settled(stall_s: float) -> int:
         room, is_to_come = PromptRoom(), stall_s > 0
         for number in range(6000):
-            tokens = room.tokens(8, 1, 0.2, 2048) if number % 8 else 0
+            tokens = room.tokens(1, 1, 0.2, 2048) if number % 8 else 0
             stalls = is_to_come and tokens >= at
             is_to_come = is_to_come and not stalls
-            room.note(8, tokens, takes(8, tokens) + stalls * stall_s)
-        return room.tokens(8, 1, 0.2, 2048)
+            room.note(1, tokens, takes(1, tokens) + stalls * stall_s)
+        return room.tokens(1, 1, 0.2, 2048)
 
     assert settled(stall_s) >= 0.9 * settled(0.0) > 100
 

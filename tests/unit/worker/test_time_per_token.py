@@ -147,8 +147,8 @@ def test_a_paced_prompt_is_not_felt_from_its_first_step_on(
         assert seconds <= max(1.15 * tpot_s, 1.1 * floor_s)
         assert batch.num_paced_tokens
     each = min(CHUNK, max(PAGE, 0.7 * (0.9 * tpot_s - plain_s) / of_token_s))
-    # Fewer tokens a step delay the prompts by up to a tenth of what they spare those who generate.
-    of_token_of_prompt_s = of_token_s + plain_s / each + 0.1 * num_rows * of_token_s
+    # Fewer tokens a step delay the prompts by up to a fifth of what they spare those who generate.
+    of_token_of_prompt_s = of_token_s + plain_s / each + 0.2 * num_rows * of_token_s
     assert took_s <= 1.3 * 3 * num_prompt * of_token_of_prompt_s + 40 * floor_s
 
 
@@ -169,7 +169,7 @@ def test_what_prompts_take_is_told_as_targets_leave_it() -> None:
     for tpot_s, num_tokens in ((math.inf, CHUNK), (0.1, 198), (0.05, 86), (0.01, 0)):
         worker.scheduler.running[0].tpot_s = tpot_s
         told = worker.scheduler.prompt_steps()
-        assert 0.4 * num_tokens <= told.num_tokens <= num_tokens + 2
+        assert 0.25 * num_tokens <= told.num_tokens <= num_tokens + 2
         assert told.step_s == pytest.approx(worker.of_step_s + worker.of_row_s, rel=0.05)
         assert told.token_s == pytest.approx(worker.of_token_s if num_tokens else 0, rel=0.1)
     worker.scheduler.running[0].tpot_s = 1.0

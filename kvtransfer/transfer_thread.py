@@ -3,9 +3,10 @@
 While no transfer is outstanding or expected, the thread sleeps. Otherwise it polls when the doorbell rings, and also by
 itself, after a pause that grows with the time since the last event, command or ring:
 
-- While a write of its own is outstanding: an eighth of that time, at most 5 ms. Nobody rings when a write has ended.
-- While others' are expected, which may be as long as a prompt is computed: all of that time, at most 10 ms. Their
-  writers ring, so this is how much later a write comes whose rings were lost.
+- While its polls drive on a write or a message of its own: an eighth of that time, at most 5 ms. Nobody rings when
+  these have ended.
+- While it only expects writes of others, which may be as long as a prompt is computed: all of that time, at most 10 ms.
+  Their writers ring, so this is how much later a write comes whose rings were lost.
 
 Why it polls: with their progress threads off, none of the libraries offers a file descriptor to wait for. A busy loop
 would take a core from the model. A timed wait costs 50 µs in any case.
@@ -35,7 +36,7 @@ T = TypeVar("T")
 
 SHORTEST_PAUSE_S = 50e-6
 # The pause until the next poll: as a share of the time since something happened, and at most.
-_WHILE_WRITING = 1 / 8, 5e-3
+_WHILE_DRIVING = 1 / 8, 5e-3
 _WHILE_EXPECTING = 1.0, 10e-3
 
 
@@ -201,7 +202,7 @@ class TransferThread:
             now_s = time.monotonic()
             if is_busy:
                 last_event_s = now_s
-            pause_s = _pause_s(now_s - last_event_s, is_writing=self._transport.num_outgoing > 0)
+            pause_s = _pause_s(now_s - last_event_s, drives=self._transport.drives)
 
     def _turn(self) -> bool:
         """Run the commands that were taken, and poll. Return whether there was anything to do."""
@@ -261,9 +262,9 @@ class TransferThread:
             self._on_error(error)
 
 
-def _pause_s(quiet_s: float, *, is_writing: bool) -> float:
+def _pause_s(quiet_s: float, *, drives: bool) -> float:
     """Seconds until the next poll when nothing has happened for `quiet_s`."""
-    share, longest_s = _WHILE_WRITING if is_writing else _WHILE_EXPECTING
+    share, longest_s = _WHILE_DRIVING if drives else _WHILE_EXPECTING
     return min(max(SHORTEST_PAUSE_S, quiet_s * share), longest_s)
 
 

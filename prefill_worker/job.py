@@ -36,7 +36,6 @@ class PromptJob:
     num_choices: int
     journal: dict[int, list[int]]  # tokens that the client has, by choice; such a choice is not sampled again
     finished: frozenset[int]  # choices that have ended already
-    receiver: str  # incarnation of the decode worker that its pages are for; empty: they go nowhere
     # By choice, sampled by this attempt or an earlier one here. Invariant: never sampled twice.
     first_tokens: dict[int, SampledToken] = field(default_factory=dict)
     vector: tuple[float, ...] = ()  # of a prompt that is pooled, once it is computed
@@ -98,9 +97,7 @@ class PromptJob:
         return tuple(going_on)
 
 
-def make_job(
-    session: int, spec: AttemptSpec, receiver: str, limits: RequestLimits, arrival: int, now_s: float
-) -> PromptJob:
+def make_job(session: int, spec: AttemptSpec, limits: RequestLimits, arrival: int, now_s: float) -> PromptJob:
     """Raises `InvalidRequestError` for a prompt that the model cannot compute."""
     validate(spec, limits)
     journal, finished = open_journals(spec, limits)
@@ -117,7 +114,7 @@ def make_job(
         pooling=PromptPooling(limits.pooling.kind) if limits.pooling is not None else None,
         cache_salt=spec.cache_salt,
     )
-    job = PromptJob(spec.key, session, sequence, spec.num_choices, journal, finished, receiver)
+    job = PromptJob(spec.key, session, sequence, spec.num_choices, journal, finished)
     sequence.owner = job
     return job
 

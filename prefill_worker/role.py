@@ -101,18 +101,14 @@ class PrefillRole:
 
     # -- commands
 
-    def start(self, session: int, spec: AttemptSpec, receiver: str) -> None:
-        """Take a prompt in, whose handoff is open at the driver; a repeated command changes nothing.
-
-        Args:
-            receiver: incarnation of the decode worker that the pages are for; empty for a prompt that is pooled.
-        """
+    def start(self, session: int, spec: AttemptSpec) -> None:
+        """Take a prompt in, whose handoff is open at the driver; a repeated command changes nothing."""
         key = spec.key
         if key in self.jobs:
             self.jobs[key].repeated = True
             return
         try:
-            job = self._make_job(session, spec, receiver)
+            job = self._make_job(session, spec)
             is_computed = self._recall(job)
             if not is_computed and not job.needs_guide:
                 self._enter(job)
@@ -175,7 +171,7 @@ class PrefillRole:
         if key not in self.jobs:
             self._send(session, AttemptFailed(key, error))
 
-    def _make_job(self, session: int, spec: AttemptSpec, receiver: str) -> PromptJob:
+    def _make_job(self, session: int, spec: AttemptSpec) -> PromptJob:
         key = spec.key
         if self._is_draining():
             raise DrainingError(f"{self._worker_id} is draining", request_id=key.request_id)
@@ -183,7 +179,7 @@ class PrefillRole:
             reason = RefusalReason.ALREADY_ENDED.value
             raise HandoffError(f"{key} has ended at {self._worker_id}", reason=reason)
         self._arrivals += 1
-        return make_job(session, spec, receiver, self._limits, self._arrivals, self._now())
+        return make_job(session, spec, self._limits, self._arrivals, self._now())
 
     def _recall(self, job: PromptJob) -> bool:
         """Take over what an earlier attempt has left. Return whether nothing is left to compute."""

@@ -212,7 +212,7 @@ class PrefillWorker:
 
         def begin() -> None:
             self.parts.load.taken_in(number)
-            self.core.start(session, spec, receiver)
+            self.core.start(session, spec)
 
         self.parts.runner.submit(begin)
 

@@ -85,6 +85,7 @@ class Transport(ABC):
         # Grants whose writes may arrive, by key. While there is one, this side must be polled, or writers do not see
         # their completions.
         self._expected: dict[str, Expectation] = {}
+        self._talks: set[str] = set()  # those of them that are of messages alone
 
     def register(self, address: int, num_bytes: int, *, owner: object, device: str = "cpu") -> None:
         """Register the arena: once, before `metadata`. All offsets are relative to `address`.
@@ -210,6 +211,8 @@ class Transport(ABC):
         A one-sided transport only learns that it must be polled; a two-sided one accepts nothing else.
         """
         self._expected[key] = Expectation(peer, area)
+        if area is None:
+            self._talks.add(key)
 
     def end_incoming(self, key: str) -> None:
         """No write for `key` will arrive. On a two-sided transport this is a fence: later ones are not stored.
@@ -217,11 +220,17 @@ class Transport(ABC):
         Idempotent.
         """
         self._expected.pop(key, None)
+        self._talks.discard(key)
 
     @property
     def wants_polling(self) -> bool:
         """Whether `poll` is needed now: a write is outstanding, or one may arrive."""
         return self.num_outgoing > 0 or bool(self._expected)
+
+    @property
+    def drives(self) -> bool:
+        """Whether `poll` drives something of this side on: a write, or messages, whose ends nobody rings for."""
+        return self.num_outgoing > 0 or bool(self._talks)
 
     # ---- what differs from library to library
 

@@ -4,11 +4,11 @@ A worker learns it from its own steps: what one takes that has no prompts, and w
 need not be in proportion: a step that reads the weights for few sequences computes some tokens for nothing, and up to
 how many depends on the processor. So what they add is kept by their number, and between two numbers taken as a line.
 
-Of the numbers that leave all who wait for the step the time per token that they want, the one is taken with which a
+Of the numbers that leave all who wait for the step the time per token that they want, the best is the one with which a
 token of a prompt delays all together least: the step itself delays the prompts that wait, and as many that will have
 come behind them; what the tokens add delays them and each who generates. Where tokens add in proportion that is as many
 as leaves the step itself little of the delay, where some are free it is these, and where many prompts wait it is more.
-Where many generate fewer are taken than that, as far as it costs little.
+What is taken is the fewest that cost little more than that, so that steps are short where many generate.
 A number that looks bad is not taken again, so what was not seen for long is forgotten: the step may have been held up.
 And before a step without prompts was seen, all of a step's time counts as added: that is put right with the first one.
 
@@ -19,7 +19,6 @@ profiles it beforehand.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 from tandem.core.step_times import PromptSteps
 from tandem.worker.step_budget import SHARE, StepBudget
@@ -27,11 +26,10 @@ from tandem.worker.step_budget import SHARE, StepBudget
 # Tokens of a prompt in the first step that has some; more than was tried is tried by so many times at once.
 _FIRST_TOKENS, _GROWTH = 16, 2
 _WEIGHT = 1 / 8  # of the newest step
-# The fewest tokens are taken that delay all hardly more than the best number: steps are no longer than is of use.
-_HARDLY = 0.05
-# They may delay all by so much more of what the best number's tokens cost those who generate. For these and for those
-# who are handed off to them, who wait for a step's end, many short steps are better than a long one.
-_FOR_SHORT_STEPS = 0.2
+# The fewest tokens are taken that delay all by hardly more than the best number would, and by so much of what that one
+# would cost those who generate. For these, and for whoever is handed off and waits for a step's end, many short steps
+# are better than a long one.
+_HARDLY, _FOR_SHORT_STEPS = 0.05, 0.2
 # A step that takes more times what was expected counts as one of so many.
 _HELD_UP = 2.0
 # After so many steps a number that is not taken any more is tried again: it may have been held up when it was.
@@ -113,19 +111,21 @@ class PromptRoom:
             tokens, added_s = point
             return (2 * num_prompts * (plain_s + added_s) + num_rows * added_s) / tokens
 
-        delays = {p: delay(p) for p in self._points(plain_s, target_s, most) if p[0] >= 1}
-        if delays and len(self._added) == 1:  # of one number alone nothing is known that would speak against more
-            return max(delays)
+        points, last = self._points(plain_s, target_s, most)
+        delays = {point: delay(point) for point in points if point[0] >= 1}
         if not delays:
             return 0.0, 0.0
-        tokens, added_s = best = min(delays, key=lambda point: delays[point])
-        enough = (1 + _HARDLY) * delays[best] + _FOR_SHORT_STEPS * num_rows * added_s / tokens
-        return min(point for point, value in delays.items() if value <= enough)
+        if len(self._added) == 1:  # of one number alone nothing is known that would speak against more
+            return max(delays)
+        tokens, added_s = best = min((*delays, last), key=delay)
+        enough = (1 + _HARDLY) * delay(best) + _FOR_SHORT_STEPS * num_rows * added_s / tokens
+        able = [point for point, value in delays.items() if value <= enough]
+        return min(able) if able else min(delays, key=lambda point: delays[point])
 
-    def _points(self, plain_s: float, target_s: float, most: int) -> Iterator[_Point]:
+    def _points(self, plain_s: float, target_s: float, most: int) -> tuple[list[_Point], _Point]:
         """What was tried, as far as it leaves the time and is no more than `most`; where that ends; and what is to be
-        tried next."""
-        left_s = SHARE * target_s - plain_s
+        tried next. Beside them the last one there could be, if more tokens go on to add what the last ones did."""
+        left_s, points = SHARE * target_s - plain_s, list[_Point]()
         tokens, added_s, slope = 0.0, 0.0, 0.0
         for size in sorted(self._added):
             next_tokens, next_s = self._added[size]
@@ -137,12 +137,14 @@ class PromptRoom:
                 if not plain_s and not tokens:  # what a step takes by itself is within what its tokens seem to add
                     end = min(end, float(_FIRST_TOKENS))
                 if end > tokens:
-                    yield end, added_s + slope * (end - tokens)
-                return
+                    points.append((end, added_s + slope * (end - tokens)))
+                return points, points[-1] if points else (0.0, 0.0)
             tokens, added_s = next_tokens, next_s
-            yield tokens, added_s
+            points.append((tokens, added_s))
         # As if all of the step's time grew with its tokens: so that it takes less.
         growth = min(_GROWTH, SHARE * target_s / (plain_s + added_s)) if plain_s + added_s else _GROWTH
         end = min(tokens * growth, float(most))
         if end > tokens:
-            yield end, added_s + slope * (end - tokens)
+            points.append((end, added_s + slope * (end - tokens)))
+        last = max(end, min(tokens + (left_s - added_s) / slope, float(most)) if slope else float(most))
+        return points, (last, added_s + slope * (last - tokens))

@@ -11,10 +11,10 @@ from benchmarks.predict.curves import plot
 from benchmarks.predict.known import known_case
 from benchmarks.predict.measure import measure
 
-# What is beside steps takes a core's time too, and others may use the cores of a test. On an idle machine all are
-# within 0.13. The first tokens of a burst come in rounds, so one of them may be off by a round where few are placed
-# otherwise: a real cluster differs from itself by a seventh there.
-_NEAR = {"output_tokens_per_s": 0.2, "e2e_s": 0.2, "tpot_s": 0.2, "ttft_p50_s": 0.4, "ttft_p99_s": 0.4}
+# What is beside steps takes a core's time too, and others may use the cores of a test. On an idle machine one run of
+# each is within 0.13. The first tokens of a burst come in rounds, so one of them may be off by a round where few are
+# placed otherwise: a real cluster differs from itself by a seventh there.
+_NEAR = {"output_tokens_per_s": 0.2, "e2e_s": 0.2, "tpot_s": 0.2, "ttft_p50_s": 0.4, "ttft_p99_s": 0.35}
 _REPETITIONS = 3
 
 

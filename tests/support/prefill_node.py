@@ -49,7 +49,7 @@ class PrefillNode(Node, SenderEnd):
     def start(self, spec: AttemptSpec, receiver: str) -> None:
         self._targets[spec.key] = receiver
         self.driver.open(spec.key, self.scheduler.groups.num_handed_off(len(spec.prompt_ids)), receiver)
-        self.runner.submit(lambda: self.core.start(SESSION, spec, receiver))
+        self.runner.submit(lambda: self.core.start(SESSION, spec))
 
     def cancel(self, key: AttemptKey) -> None:
         self.runner.submit(lambda: self.core.cancel(key))

@@ -9,7 +9,8 @@ from tandem.worker.pacing import Pacing
 
 
 class CpuPacing(Pacing):
-    """
+    """Lends cores at rest, and has pages made ready.
+
     Args:
         shares: this worker's place among those of its node; `None`: it shares no cores.
         pages_ahead: makes pages resident before they are used.

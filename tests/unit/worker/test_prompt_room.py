@@ -65,7 +65,8 @@ def test_the_time_is_kept_and_all_together_wait_not_much_longer_than_they_must(
     tokens = room.tokens(rows, prompts, target_s, 2048)
     assert takes(rows, tokens) <= (1.0 + noise) * target_s
     least = least_delay(takes, rows, prompts, (1 - noise) * target_s)
-    assert least == float("inf") or delay(takes, rows, prompts, max(1, tokens)) <= 1.8 * least
+    able_s = 1.05 * least + 0.2 * rows * token_s  # of what is tried, which are powers of two
+    assert least == float("inf") or delay(takes, rows, prompts, max(1, tokens)) <= (1.3 if noise else 1.1) * able_s
 
 
 def test_steps_are_no_longer_than_is_of_use() -> None:

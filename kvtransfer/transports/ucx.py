@@ -110,8 +110,8 @@ def _memory(device: str) -> tuple[str, int]:
 
 class UcxTransport(Transport):
     """NIXL's UCX backend. It rings at a peer after each write and message, and at each look at a write that has not
-    ended, because the peer must poll: over TCP it stores what has come only then. That is some seven polls there for
-    each look here, which nothing measured has minded: on one host a write has ended after a few."""
+    ended, because the peer must poll: over TCP it stores what has come only then. Each ring makes it look at once and
+    a few times after, so while a slow write is under way the peer looks more often than this side does."""
 
     name: ClassVar[str] = "ucx"
     carries_messages: ClassVar[bool] = True

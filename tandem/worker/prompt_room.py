@@ -26,9 +26,9 @@ from tandem.worker.step_budget import SHARE, StepBudget
 # Tokens of a prompt in the first step that has some; more than was tried is tried by so many times at once.
 _FIRST_TOKENS, _GROWTH = 16, 2
 _WEIGHT = 1 / 8  # of the newest step
-# The fewest tokens are taken that delay all by hardly more than the best number would, and by so much of what that one
-# would cost those who generate. For these, and for whoever is handed off and waits for a step's end, many short steps
-# are better than a long one.
+# The fewest tokens are taken that delay all by hardly more than the best number would, and by so much of what the
+# tokens of that one cost those who generate. For these, and for whoever is handed off and waits for a step's end, many
+# short steps are better than a long one.
 _HARDLY, _FOR_SHORT_STEPS = 0.05, 0.2
 # A step that takes more times what was expected counts as one of so many.
 _HELD_UP = 2.0
@@ -91,18 +91,19 @@ class PromptRoom:
     def tokens(self, num_rows: int, num_prompts: int, target_s: float, most: int) -> int:
         """Of prompts, for a step that generates for `num_rows` sequences while `num_prompts` are to be computed, and
         that is to take `target_s` at most; `most`: whatever the time."""
-        return int(self._best(num_rows, num_prompts, target_s, most)[0])
+        return int(self._chosen(num_rows, num_prompts, target_s, most)[0])
 
     def steps(self, num_rows: int, num_prompts: int, target_s: float, most: int) -> PromptSteps:
         """What prompts would take in such steps."""
         if not self._added:
             return PromptSteps(most)
-        tokens, added_s = self._best(num_rows, num_prompts, target_s, most)
+        tokens, added_s = self._chosen(num_rows, num_prompts, target_s, most)
         num_tokens = int(tokens)
         return PromptSteps(num_tokens, self._plain.seconds(num_rows, 0), added_s / tokens if num_tokens else 0.0)
 
-    def _best(self, num_rows: int, num_prompts: int, target_s: float, most: int) -> _Point:
-        """Where a token of a prompt delays all together least."""
+    def _chosen(self, num_rows: int, num_prompts: int, target_s: float, most: int) -> _Point:
+        """The fewest tokens that delay all together little more than the best number would; nothing where no time is
+        left."""
         if not self._added:
             return min(_FIRST_TOKENS, most), 0.0
         plain_s = self._plain.seconds(num_rows, 0)

@@ -43,6 +43,7 @@ class Doorbell:
 
     Attributes:
         host, port: where peers ring, by UDP; the host as an address.
+        num_from_peers: rings of peers that were heard.
 
     Raises:
         TransportError: `host` is no address of this host.
@@ -66,6 +67,7 @@ class Doorbell:
         self._waited = (_PollFd * 2)(*(_PollFd(fd, select.POLLIN, 0) for fd in descriptors))
         self._lock = threading.Lock()  # held for a ring, so that no descriptor is closed under it
         self._is_closed = False
+        self.num_from_peers = 0
 
     def ring(self) -> None:
         """Wake the thread that waits here, or that waits next."""
@@ -109,6 +111,7 @@ class Doorbell:
         for _ in range(_MAX_RINGS):
             try:
                 self._socket.recv(1)
+                self.num_from_peers += 1
             except BlockingIOError:
                 return
             except OSError as error:  # of an earlier ring of ours

@@ -1,12 +1,13 @@
 """The one thread that owns a transport: it alone posts and polls.
 
 While no transfer is outstanding or expected, the thread sleeps. Otherwise it polls when the doorbell rings, and also by
-itself, after a pause that grows with the time since the last event, command or ring:
+itself, after a pause that grows:
 
-- While its polls drive on a write or a message of its own: an eighth of that time, at most 5 ms. Nobody rings when
-  these have ended.
-- While it only expects writes of others, which may be as long as a prompt is computed: all of that time, at most 10 ms.
-  Their writers ring, so this is how much later a write comes whose rings were lost.
+- While its polls drive on a write or a message of its own: an eighth of the time since the last event, command or ring,
+  at most 5 ms. Nobody rings when these have ended.
+- While it only expects writes of others, which may be as long as a prompt is computed: three times the time since one
+  of these rang, at most 10 ms. Who rings has just written, and what tells of it may come a little later. The limit is
+  how much later a write comes whose rings were lost.
 
 Why it polls: with their progress threads off, none of the libraries offers a file descriptor to wait for. A busy loop
 would take a core from the model. A timed wait costs 50 µs in any case.
@@ -35,9 +36,9 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SHORTEST_PAUSE_S = 50e-6
-# The pause until the next poll: as a share of the time since something happened, and at most.
+# The pause until the next poll: as a share of the time since something happened that more may follow, and at most.
 _WHILE_DRIVING = 1 / 8, 5e-3
-_WHILE_EXPECTING = 1.0, 10e-3
+_WHILE_EXPECTING = 3.0, 10e-3
 
 
 @dataclass(slots=True)
@@ -191,18 +192,22 @@ class TransferThread:
 
     def _loop(self) -> None:
         pause_s = SHORTEST_PAUSE_S
-        last_event_s = time.monotonic()
+        last_s = time.monotonic()
+        doorbell = self._transport.doorbell
         while True:
             self.busy_since_s = None
-            has_rung = self._transport.doorbell.wait(pause_s if self._transport.wants_polling else self._idle_poll_s)
+            num_heard = doorbell.num_from_peers
+            has_rung = doorbell.wait(pause_s if self._transport.wants_polling else self._idle_poll_s)
             if not self._take_commands():
                 return
             self.busy_since_s = time.monotonic()
-            is_busy = self._turn() or has_rung
-            now_s = time.monotonic()
-            if is_busy:
-                last_event_s = now_s
-            pause_s = _pause_s(now_s - last_event_s, drives=self._transport.drives)
+            # A command rings too; without one it was a library's own thread, or a peer in this process.
+            is_called = has_rung and (doorbell.num_from_peers != num_heard or not self._taken)
+            is_busy = self._turn()
+            now_s, drives = time.monotonic(), self._transport.drives
+            if is_called or (is_busy and drives):
+                last_s = now_s
+            pause_s = _pause_s(now_s - last_s, drives=drives)
 
     def _turn(self) -> bool:
         """Run the commands that were taken, and poll. Return whether there was anything to do."""
@@ -263,7 +268,7 @@ class TransferThread:
 
 
 def _pause_s(quiet_s: float, *, drives: bool) -> float:
-    """Seconds until the next poll when nothing has happened for `quiet_s`."""
+    """Seconds until the next poll when for `quiet_s` nothing has happened that more may follow."""
     share, longest_s = _WHILE_DRIVING if drives else _WHILE_EXPECTING
     return min(max(SHORTEST_PAUSE_S, quiet_s * share), longest_s)
 

@@ -29,8 +29,8 @@ class QueuedDriver:
         self._on_transfer = on_transfer
         self._untaken: list[Future[None]] = []  # prompts of the step that has just been computed
 
-    def computed_layers(self, layers: range, pages: tuple[int, ...]) -> None:
-        self._on_transfer(lambda _: self._driver.computed_layers(layers, pages))
+    def computed_layers(self, layers: range, pages: tuple[int, ...], sealed: Sequence[SealedPages] = ()) -> None:
+        self._on_transfer(lambda _: self._driver.computed_layers(layers, pages, sealed))
 
     def sealed(self, pages: Sequence[SealedPages]) -> None:
         self._on_transfer(lambda _: self._driver.sealed(pages))

@@ -252,11 +252,9 @@ class PrefillRole:
             nonlocal told
             if layer + 1 - told < at_once and layer + 1 < self._num_layers:
                 return
-            self._driver.computed_layers(range(told, layer + 1), filled)
-            told = layer + 1
+            layers, told = range(told, layer + 1), layer + 1
             sealed = [pages for part in parts if (pages := self._seal_part(part, layer)) is not None]
-            if sealed:
-                self._driver.sealed(sealed)
+            self._driver.computed_layers(layers, filled, sealed)
 
         return on_layer
 

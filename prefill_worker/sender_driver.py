@@ -115,10 +115,12 @@ class SenderDriver:
             return
         self._handle(key, ev.GrantAttached(grant, lease_ends_s))
 
-    def computed_layers(self, layers: range, pages: Sequence[int]) -> None:
-        """A step has filled these pages, of any prompts, in these layers; comes before `sealed` tells of them."""
+    def computed_layers(self, layers: range, pages: Sequence[int], sealed: Sequence[SealedPages] = ()) -> None:
+        """A step has filled these pages, of any prompts, in these layers, and of these some are sealed by that; comes
+        before `sealed` tells of others."""
         for layer in layers:
             self._digests.take(layer, pages)
+        self.sealed(sealed)
 
     def sealed(self, pages: Sequence[SealedPages]) -> None:
         """Send, as soon as there is a grant."""

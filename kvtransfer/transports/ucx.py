@@ -109,9 +109,10 @@ def _memory(device: str) -> tuple[str, int]:
 
 
 class UcxTransport(Transport):
-    """NIXL's UCX backend. It rings at a peer after each write and message, and at each look at a write that has not
-    ended, because the peer must poll: over TCP it stores what has come only then. Each ring makes it look at once and
-    a few times after, so while a slow write is under way the peer looks more often than this side does."""
+    """NIXL's UCX backend. It rings at a peer after each write and message, and at each poll that finds a write that has
+    not ended, because the peer must poll: over TCP it stores what has come only then. Each ring makes it look at once
+    and a few times after, so while a slow write is under way the peer looks more often than this side does. A post does
+    not ring, as writes over shared memory end by the first poll."""
 
     name: ClassVar[str] = "ucx"
     carries_messages: ClassVar[bool] = True
@@ -165,8 +166,6 @@ class UcxTransport(Transport):
             return handle
         self._handles[handle] = raw
         self._advance(handle, lambda: agent.transfer(raw))
-        if handle in self._handles:  # else it has rung already
-            self._ring(peer)
         return handle
 
     def send(self, peer: PeerId, content: bytes) -> None:
@@ -180,7 +179,6 @@ class UcxTransport(Transport):
         self._peers.get(peer)
         if peer in self._broken:
             raise TransportError(f"the connection to {peer} is broken")
-        self._ring(peer)  # it wakes up meanwhile, which takes as long
         try:
             with _translated(f"message to {peer}"):
                 agent.send_notif(str(peer), content)

@@ -274,10 +274,11 @@ def test_it_rings_at_a_reader_when_a_write_has_arrived(pair: Pair) -> None:
 def test_it_rings_at_a_reader_for_as_long_as_a_write_needs_its_polls(make_pair: Callable[..., Pair]) -> None:
     pair = make_pair("ucx")
     handle = pair.writer.write(pair.peer, [Descriptor(0, 0, 1000)], b"first")
+    assert not pair.reader.hears(0.0)
     for _ in range(3):
+        pair.writer.poll()  # it has not ended, as its reader does not poll
         assert pair.reader.hears(5.0)
         assert not pair.reader.hears(0.0)
-        pair.writer.poll()  # it has not ended, as its reader does not poll
     assert isinstance(pair.end_of(handle), WriteCompleted)
 
 

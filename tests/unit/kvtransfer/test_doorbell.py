@@ -42,6 +42,7 @@ def test_a_ring_wakes_and_is_heard_once(door: Doorbell, far: Doorbell, who: str)
             rings(door, far)[who]()
             assert waiting.result(5)
         assert not door.wait(0.0)
+    assert door.num_from_peers == (2 if who == "peer" else 0)
 
 
 @pytest.mark.parametrize("who", ["own", "peer"])

@@ -49,6 +49,7 @@ class SequenceRows:
     row: int
     num_rows: int
     start: int
+    num_logits: int  # how many of the last rows get logits
 
     @property
     def end(self) -> int:
@@ -138,7 +139,7 @@ def build_batch(
             positions.extend(span)
             write_pages.extend(sequence.pages[position // page_size] for position in span)
         logit_rows.extend(range(row + length - sequence.num_logits, row + length))
-        spans.append(SequenceRows(index, row, length, sequence.start))
+        spans.append(SequenceRows(index, row, length, sequence.start, sequence.num_logits))
 
     columns = np.array([tokens, positions, write_pages, positions], dtype=np.int64)
     columns[3] %= page_size

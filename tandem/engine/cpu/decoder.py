@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tandem.engine.batch import PagedBatch
-from tandem.engine.cpu.layer import FusedDecoderLayer, Program, compute_layers, plan_layers
+from tandem.engine.cpu.layer import FusedDecoderLayer, Program, Workspace, compute_layers, plan_layers
 from tandem.engine.cpu.layer_kernels import GATHER, ROWS_FOR_THREADS, gather_rows
 from tandem.engine.cpu.lending import threads_now
 from tandem.engine.cpu.modules import FusedRMSNorm
@@ -43,6 +43,7 @@ class FusedDecoder:
         self._embedding, self._width = embedding, embedding.shape[1]
         self._layers, self._norm, self._head = layers, norm, head
         self._num_threads = layers[0].num_threads
+        self._tail_space = Workspace()
         self._rotary = _RotaryTable(rotary)
 
     @cached_property
@@ -121,11 +122,14 @@ class FusedDecoder:
                 ),
             ]
         )
-        compute_layers(program, self._layers, (cos, sin), num_threads=num_threads)
+        # Rows with logits follow one another as they do in the batch: where all have some, these are the sums.
+        tail = self._layers[-1].plan_tail(self._tail_space, batch.logit_rows) if num_logits < num_rows else None
+        compute_layers(program, self._layers, (cos, sin), num_threads=num_threads, tail=tail)
+        if not num_logits:
+            return
         program.add(
             [
-                gather_rows.call(num_logits, sums, self._width, batch.logit_rows.data_ptr(), last),
-                self._norm.call(last, num_logits, last),
+                self._norm.call(sums if tail is None else tail.sums, num_logits, last),
                 *self._head.calls(
                     last, self._width * FLOAT_BYTES, num_logits, logits.data_ptr(), between.arranged.data_ptr()
                 ),

@@ -18,7 +18,7 @@ from torch import nn
 
 from tandem.engine.attention.interface import ForwardContext, begin_layer, current_forward
 from tandem.engine.cpu.attention import CPUAttention
-from tandem.engine.cpu.layer_kernels import ROWS_FOR_THREADS, add_rows
+from tandem.engine.cpu.layer_kernels import ROWS_FOR_THREADS, add_rows, gather_rows
 from tandem.engine.cpu.lending import threads_now
 from tandem.engine.cpu.modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
 from tandem.engine.cpu.packed_kernel import arranged_features
@@ -73,6 +73,19 @@ class _Plan:
     mlp: tuple[bytes, ...] = ()  # from sums to added
 
 
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """Of the last layer, the rows that have logits: what comes behind its K and V is of no use for the others."""
+
+    plan: _Plan
+    rows: torch.Tensor  # `[R]` int64: which they are
+
+    @property
+    def sums(self) -> int:
+        """Address of what comes out, `[R, hidden_size]`."""
+        return self.plan.sums
+
+
 class FusedDecoderLayer(nn.Module):
     """`h = x + attention(attention_norm(x))`, then `h + mlp(mlp_norm(h))`; float32.
 
@@ -98,7 +111,7 @@ class FusedDecoderLayer(nn.Module):
         self.num_threads = num_threads
         self._width = attention_norm.width
         self._added_stride = attention.o_proj.padded_features * FLOAT_BYTES
-        self._plan = _Plan()
+        self._plan = self._tail_plan = _Plan()
 
     def forward(
         self,
@@ -135,7 +148,7 @@ class FusedDecoderLayer(nn.Module):
 
     def forget_plan(self) -> None:
         """The parts are no longer what they were when it was made."""
-        self._plan = _Plan()
+        self._plan = self._tail_plan = _Plan()
 
     def plan(self, num_rows: int) -> None:
         """Prepare for so many rows, in a workspace that has room for them."""
@@ -150,13 +163,31 @@ class FusedDecoderLayer(nn.Module):
         norm = plan.normalize_sums if x is None else attention_norm.call(x, plan.num_rows, plan.normed)
         return norm, *plan.project_heads, attention.call(context, layer, plan.heads, *rotary, plan.query)
 
-    def attend(self, context: ForwardContext, backend: CPUAttention, layer: int, num_threads: int) -> bytes:
+    def plan_tail(self, workspace: Workspace, rows: torch.Tensor) -> Tail:
+        """Prepare to go on with these of the rows that are planned, in memory that is only for them."""
+        address, num_rows = workspace.reserve(self.num_bytes(len(rows))), len(rows)
+        if (self._tail_plan.num_rows, self._tail_plan.sums) != (num_rows, address):
+            self._tail_plan = self._make_plan(address, num_rows)
+        return Tail(self._tail_plan, rows)
+
+    def until_tail(self, tail: Tail, *, has_attended: bool) -> tuple[bytes, ...]:
+        """Calls that take sums of all rows, and queries or what these have attended to, to the tail."""
+        begin, end, rows = self._plan, tail.plan, tail.rows.data_ptr()
+        source, target = (begin.attended, end.attended) if has_attended else (begin.query, end.query)
+        return (
+            gather_rows.call(end.num_rows, begin.sums, self._width, rows, end.sums),
+            gather_rows.call(end.num_rows, source, self._parts[1].o_proj.in_features, rows, target),
+        )
+
+    def attend(
+        self, context: ForwardContext, backend: CPUAttention, layer: int, num_threads: int, tail: Tail | None
+    ) -> bytes:
         """The call from queries to what they attend to."""
-        attention, plan = self._parts[1], self._plan
+        attention, plan = self._parts[1], self._plan if tail is None else tail.plan
         batch, in_arena = context.at(layer, attention.params)
         return backend.call(
             batch, context.arena, in_arena, attention.params, attention.num_heads, plan.query, plan.attended,
-            num_threads,
+            num_threads, of_logits=tail is not None,
         )  # fmt: skip
 
     def attend_apart(self, context: ForwardContext, layer: int) -> None:
@@ -167,9 +198,9 @@ class FusedDecoderLayer(nn.Module):
         batch, in_arena = context.at(layer, attention.params)
         attended.copy_(context.backend.attend(batch, context.arena, in_arena, query, attention.params))
 
-    def from_attended(self, x: int | None, output: int | None) -> Iterable[bytes]:
+    def from_attended(self, x: int | None, output: int | None, tail: Tail | None) -> Iterable[bytes]:
         """Calls from what was attended to the output, or else to the sums."""
-        plan = self._plan
+        plan = self._plan if tail is None else tail.plan
         yield from plan.project_attended
         yield plan.add_to_sums if x is None else self._add(plan, x, plan.sums)
         yield from plan.mlp
@@ -237,6 +268,7 @@ def compute_layers(
     x: int | None = None,
     output: int | None = None,
     attention_mask: torch.Tensor | None = None,
+    tail: Tail | None = None,
     **kwargs: Any,
 ) -> None:
     """Add to `program` layers that are planned, one after the other, for the running forward.
@@ -247,6 +279,7 @@ def compute_layers(
         rotary: addresses of cosines and sines, `[T, rotary_dim]`.
         num_threads: for how many the attention is cut.
         x, output: addresses of `[T, hidden_size]`; by default the sums.
+        tail: of the last layer, only these rows go on behind K and V, from sums to sums.
         attention_mask, kwargs: what else the model asks of the attention; none of it may have an effect.
     """
     context = current_forward.get()
@@ -258,12 +291,19 @@ def compute_layers(
         if context.layer_written is not None:
             program.run()
             context.layer_written(number)
+        with_logits = tail if index == last else None
+        if with_logits is not None and not len(with_logits.rows):
+            return
         if isinstance(context.backend, CPUAttention):
-            program.add([layer.attend(context, context.backend, number, num_threads)])
+            if with_logits is not None:
+                program.add(layer.until_tail(with_logits, has_attended=False))
+            program.add([layer.attend(context, context.backend, number, num_threads, with_logits)])
         else:
             program.run()
             layer.attend_apart(context, number)
-        program.add(layer.from_attended(begin, end))
+            if with_logits is not None:
+                program.add(layer.until_tail(with_logits, has_attended=True))
+        program.add(layer.from_attended(begin, end, with_logits))
         if context.batch.num_tokens >= ROWS_FOR_THREADS:  # a layer takes so long that lent threads may come or go
             program.run()
 

@@ -118,6 +118,21 @@ def test_each_row_has_the_bits_that_it_has_alone() -> None:
     assert next(found, None) is None
 
 
+def test_behind_the_last_keys_and_values_only_rows_with_logits_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, of_layers = fused(small_model()), list[int]()
+    goes_on = FusedDecoderLayer.from_attended
+
+    def from_attended(layer: FusedDecoderLayer, x: Any, output: Any, tail: Any) -> Any:
+        of_layers.append(layer._plan.num_rows if tail is None else tail.plan.num_rows)
+        return goes_on(layer, x, output, tail)
+
+    monkeypatch.setattr(FusedDecoderLayer, "from_attended", from_attended)
+    for step, expected in zip(steps(), [[70, 70], [100, 100, 33], [13, 13, 11], [12, 12, 12]], strict=True):
+        of_layers.clear()
+        model.forward(step)
+        assert of_layers == expected
+
+
 @pytest.mark.parametrize("num_rows", [5, 70])
 def test_a_layer_is_told_of_when_it_is_written_and_the_next_is_not(num_rows: int) -> None:
     model = fused(small_model())
@@ -202,7 +217,7 @@ def test_threads_are_borrowed_for_each_step_and_for_each_layer_of_a_prompt() -> 
         lender.num_asked = 0
         model.forward(steps()[2])
         for_step, lender.num_asked = lender.num_asked, 0
-        model.forward(steps()[0])
+        model.forward(steps()[1])
         assert (for_step, lender.num_asked) == (2, NUM_LAYERS + 2)
     finally:
         lending.borrow_from(None)

@@ -51,7 +51,10 @@ class CudaDecoder:
         rotary = Rotary(self._cos, self._sin, batch.positions)
         x: torch.Tensor = self._embedding(batch.token_ids)
         added: torch.Tensor | None = None
-        for layer in self._layers:
-            x, added = layer.advance(x, added, rotary)
-        logits: torch.Tensor = self._head(self._norm.rows(x, added, batch.logit_rows))
+        # What comes behind the last K and V is for rows with logits alone.
+        rows = batch.logit_rows if len(batch.logit_rows) < batch.num_tokens else None
+        for number, layer in enumerate(self._layers, 1):
+            x, added = layer.advance(x, added, rotary, rows if number == len(self._layers) else None)
+        _, normed = self._norm.add(x, added)
+        logits: torch.Tensor = self._head(normed)
         return logits[0]

@@ -24,27 +24,21 @@ _HEADS_BLOCK = 1024
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _norm_kernel(  # type: ignore[no-untyped-def]  # Triton would look the types up
-    x, added, rows, scale, sums, output, eps,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_ADDED: tl.constexpr, HAS_ROWS: tl.constexpr,
-    KEEPS_SUMS: tl.constexpr,
+    x, added, scale, sums, output, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_ADDED: tl.constexpr,
 ):  # fmt: skip
     """One row: `x + added`, rounded as it is kept, and its norm."""
-    target = tl.program_id(0).to(tl.int64)
-    source = target
-    if HAS_ROWS:
-        source = tl.load(rows + target)
+    begin = tl.program_id(0).to(tl.int64) * WIDTH
     column = tl.arange(0, BLOCK)
     is_column = column < WIDTH
-    row = tl.load(x + source * WIDTH + column, mask=is_column, other=0.0).to(tl.float32)
+    row = tl.load(x + begin + column, mask=is_column, other=0.0).to(tl.float32)
     if HAS_ADDED:
-        row += tl.load(added + source * WIDTH + column, mask=is_column, other=0.0).to(tl.float32)
+        row += tl.load(added + begin + column, mask=is_column, other=0.0).to(tl.float32)
         rounded = row.to(x.dtype.element_ty)
-        if KEEPS_SUMS:
-            tl.store(sums + target * WIDTH + column, rounded, mask=is_column)
+        tl.store(sums + begin + column, rounded, mask=is_column)
         row = rounded.to(tl.float32)
     factor = tl.rsqrt(tl.sum(row * row, 0) / WIDTH + eps)
     result = row * factor * tl.load(scale + column, mask=is_column, other=0.0)
-    tl.store(output + target * WIDTH + column, result.to(output.dtype.element_ty), mask=is_column)
+    tl.store(output + begin + column, result.to(output.dtype.element_ty), mask=is_column)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -116,7 +110,7 @@ def normalize(x: torch.Tensor, scale: torch.Tensor, eps: float) -> torch.Tensor:
     """`x / sqrt(mean(x ** 2) + eps) * scale` of each row; `[..., width]`, `scale` is float32."""
     x = x.contiguous()
     output = torch.empty_like(x)
-    _launch_norm(x, None, None, scale, eps, None, output)
+    _launch_norm(x, None, scale, eps, None, output)
     return output
 
 
@@ -125,23 +119,13 @@ def add_and_normalize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`x + added`, in their type, and its norm as of `normalize`; `[..., width]`, without gaps."""
     sums, output = torch.empty_like(x), torch.empty_like(x)
-    _launch_norm(x, added, None, scale, eps, sums, output)
+    _launch_norm(x, added, scale, eps, sums, output)
     return sums, output
-
-
-def normalize_rows(
-    x: torch.Tensor, added: torch.Tensor | None, rows: torch.Tensor, scale: torch.Tensor, eps: float
-) -> torch.Tensor:
-    """Norms of some rows of `x + added`: `[1, R, width]` of `[1, T, width]`; `rows` is `[R]` int64."""
-    output = x.new_empty(1, len(rows), x.shape[-1])
-    _launch_norm(x, added, rows, scale, eps, None, output)
-    return output
 
 
 def _launch_norm(
     x: torch.Tensor,
     added: torch.Tensor | None,
-    rows: torch.Tensor | None,
     scale: torch.Tensor,
     eps: float,
     sums: torch.Tensor | None,
@@ -154,9 +138,8 @@ def _launch_norm(
     block = triton.next_power_of_2(width)
     # What is not given is never read.
     _norm_kernel[(num_rows,)](
-        x, x if added is None else added, x if rows is None else rows, scale, x if sums is None else sums, output, eps,
-        WIDTH=width, BLOCK=block, HAS_ADDED=added is not None, HAS_ROWS=rows is not None, KEEPS_SUMS=sums is not None,
-        num_warps=min(16, max(1, block // 256)),
+        x, x if added is None else added, scale, x if sums is None else sums, output, eps,
+        WIDTH=width, BLOCK=block, HAS_ADDED=added is not None, num_warps=min(16, max(1, block // 256)),
     )  # fmt: skip
 
 
@@ -164,8 +147,10 @@ def gate(both: torch.Tensor) -> torch.Tensor:
     """`silu(gate) * up` of rows `[..., gate | up]` without gaps."""
     width = both.shape[-1] // 2
     output = both.new_empty(*both.shape[:-1], width)
-    grid = output.numel() // width, triton.cdiv(width, _GATED_BLOCK)
-    _gate_kernel[grid](both, output, WIDTH=width, BLOCK=_GATED_BLOCK)
+    num_rows = output.numel() // width
+    if num_rows:  # else a chunk whose logits nobody wants
+        grid = num_rows, triton.cdiv(width, _GATED_BLOCK)
+        _gate_kernel[grid](both, output, WIDTH=width, BLOCK=_GATED_BLOCK)
     return output
 
 

@@ -20,7 +20,6 @@ from tandem.engine.cuda.layer_kernels import (
     add_and_normalize,
     gate,
     normalize,
-    normalize_rows,
     place_heads,
 )
 
@@ -42,10 +41,6 @@ class CudaRMSNorm(nn.Module):
     def add(self, x: torch.Tensor, added: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """`x + added`, or `x` alone, and its norm."""
         return (x, self(x)) if added is None else add_and_normalize(x, added, self.scale, self.eps)
-
-    def rows(self, x: torch.Tensor, added: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
-        """The norms of some rows of `x + added`; see `normalize_rows`."""
-        return normalize_rows(x, added, rows, self.scale, self.eps)
 
 
 class CudaGatedMLP(nn.Module):
@@ -110,16 +105,24 @@ class CudaAttention(nn.Module):
         return self.attend(hidden_states, Rotary(cos, sin), attention_mask, **kwargs), None
 
     def attend(
-        self, x: torch.Tensor, rotary: Rotary, attention_mask: torch.Tensor | None = None, **kwargs: Any
+        self,
+        x: torch.Tensor,
+        rotary: Rotary,
+        attention_mask: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
+        **kwargs: Any,
     ) -> torch.Tensor:
-        """`[1, T, hidden_size]` of the running forward to the same shape."""
+        """`[1, T, hidden_size]` of the running forward to the same shape; of some rows, `[R]` int64, alone to
+        `[1, R, hidden_size]`."""
         context = current_forward.get()
         layer = begin_layer(context, self, attention_mask, 0.0, None, kwargs)
         query = place_heads(
             self.qkv(x), self._shape, rotary, self.norms, self._eps, context.batch, context.arena, layer
         )
         attended = attend_written(context, layer, query, self.params)
-        output: torch.Tensor = self.o_proj(attended.reshape(1, len(query), -1))
+        if rows is not None:
+            attended = attended[rows]
+        output: torch.Tensor = self.o_proj(attended.flatten(1)[None])
         return output
 
 
@@ -151,10 +154,14 @@ class CudaDecoderLayer(nn.Module):
         )
         return torch.add(*self._after_attention(x, attended))
 
-    def advance(self, x: torch.Tensor, added: torch.Tensor | None, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
-        """From `x + added` to what the layer gives, which again are two that are still to be added."""
+    def advance(
+        self, x: torch.Tensor, added: torch.Tensor | None, rotary: Rotary, rows: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """From `x + added` to what the layer gives, which again are two that are still to be added. Where `rows` is
+        given, `[R]` int64, these alone go on behind K and V."""
         x, normed = self.input_layernorm.add(x, added)
-        return self._after_attention(x, self.self_attn.attend(normed, rotary))
+        attended = self.self_attn.attend(normed, rotary, rows=rows)
+        return self._after_attention(x if rows is None else x[:, rows], attended)
 
     def _after_attention(self, x: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, normed = self.post_attention_layernorm.add(x, attended)

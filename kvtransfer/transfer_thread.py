@@ -5,9 +5,9 @@ itself, after a pause that grows:
 
 - While its polls drive on a write or a message of its own: an eighth of the time since the last event, command or ring,
   at most 5 ms. Nobody rings when these have ended.
-- While it only expects writes of others, which may be as long as a prompt is computed: three times the time since one
-  of these rang, at most 10 ms. Who rings has just written, and what tells of it may come a little later. The limit is
-  how much later a write comes whose rings were lost.
+- While it only expects writes of others, which may be as long as a prompt is computed: three times the time since the
+  last event or ring, at most 10 ms. Who rings has just written, and what tells of it may come a little later. The limit
+  is how much later something comes that nobody has rung for.
 
 Why it polls: with their progress threads off, none of the libraries offers a file descriptor to wait for. A busy loop
 would take a core from the model. A timed wait costs 50 µs in any case.
@@ -203,14 +203,15 @@ class TransferThread:
             self.busy_since_s = time.monotonic()
             # A command rings too; without one it was a library's own thread, or a peer in this process.
             is_called = has_rung and (doorbell.num_from_peers != num_heard or not self._taken)
-            is_busy = self._turn()
+            has_commands = bool(self._taken)
+            has_events = self._turn()
             now_s, drives = time.monotonic(), self._transport.drives
-            if is_called or (is_busy and drives):
+            if is_called or has_events or (has_commands and drives):
                 last_s = now_s
             pause_s = _pause_s(now_s - last_s, drives=drives)
 
     def _turn(self) -> bool:
-        """Run the commands that were taken, and poll. Return whether there was anything to do."""
+        """Run the commands that were taken, and poll. Return whether there were events."""
         has_commands = bool(self._taken)
         # Deliver earlier events before the commands: then a commit finds that its pages have arrived.
         has_events = has_commands and self._poll()
@@ -222,7 +223,7 @@ class TransferThread:
                 self._has_posted = False
                 has_events |= self._poll()
         has_events |= self._poll()
-        return has_events or has_commands
+        return has_events
 
     def _poll(self) -> bool:
         self.num_polls += 1

@@ -32,6 +32,12 @@ class ModelShape:
         return 2 * self.num_kv_heads * self.head_dim * FLOAT_BYTES
 
     @property
+    def kv_weights(self) -> int:
+        """Of the linear layers that make K and V in one layer."""
+        hidden = self.head_weights // self.vocab_size
+        return 2 * hidden * self.num_kv_heads * self.head_dim
+
+    @property
     def attention_flop(self) -> int:
         """Operations of one query token on one token of its context in one layer: scores, and weighted values."""
         return 4 * self.num_heads * self.head_dim
@@ -56,12 +62,14 @@ def decode_step(shape: ModelShape, batch: int, context: int) -> Work:
 
 
 def prefill(shape: ModelShape, num_tokens: int) -> Work:
-    """A whole prompt; only its last token gets logits, and each token attends to itself and those before it."""
+    """A whole prompt; each token attends to itself and those before it. Only its last token gets logits, so of the
+    last layer the others need K and V alone; layers are taken for alike."""
     weights = shape.layer_weights + shape.head_weights
-    attended = num_tokens * (num_tokens + 1) // 2 * shape.num_layers
+    of_last_token = shape.layer_weights // shape.num_layers - shape.kv_weights + shape.head_weights
+    attended = num_tokens * (num_tokens + 1) // 2 * (shape.num_layers - 1) + num_tokens
     return Work(
         weights * FLOAT_BYTES + num_tokens * shape.num_layers * shape.kv_token_bytes,
-        2 * num_tokens * shape.layer_weights + 2 * shape.head_weights + attended * shape.attention_flop,
+        2 * num_tokens * (weights - of_last_token) + 2 * of_last_token + attended * shape.attention_flop,
     )
 
 

@@ -289,6 +289,14 @@ def test_it_rings_at_a_reader_with_every_message(speaking: Pair) -> None:
         assert not speaking.reader.hears(0.0)
 
 
+def test_a_message_rings_once(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair("ucx")
+    pair.writer.transport.send(pair.peer, b"hello")
+    assert pair.reader.hears(5.0)
+    assert not pair.reader.hears(0.0)
+    assert pair.reader.transport.doorbell.num_from_peers == 1
+
+
 # ---- trouble
 
 

@@ -353,6 +353,28 @@ def test_a_way_that_does_slightly_more_has_no_decoder(
     assert fuse_decoder(model, layout, MAX_CONTEXT) is None
 
 
+def test_behind_the_last_keys_and_values_only_rows_with_logits_go_on(
+    triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tandem.engine.cuda.fusing import fuse, fuse_decoder
+    from tandem.engine.cuda.modules import CudaGatedMLP
+
+    model = small_model(triton_device)
+    fuse(model, LAYOUT)
+    whole = paged(model, decoder=fuse_decoder(model, LAYOUT, MAX_CONTEXT))
+    own, num_rows = CudaGatedMLP.forward, list[int]()
+
+    def forward(self: CudaGatedMLP, x: torch.Tensor) -> torch.Tensor:
+        num_rows.append(x.shape[1])
+        return own(self, x)
+
+    monkeypatch.setattr(CudaGatedMLP, "forward", forward)
+    for step, expected in zip(steps(), ([14, 0], [17, 7], [2, 2]), strict=True):
+        num_rows.clear()
+        whole.forward(step)
+        assert num_rows == expected
+
+
 @pytest.mark.parametrize("max_context", [1, 4, 7, 20_000])
 def test_a_decoder_of_any_context(triton_device: torch.device, max_context: int) -> None:
     """Shorter than its trial; longer than what its table is made of at once."""

@@ -73,7 +73,7 @@ class FusedDecoder:
         """Prepare the running forward for `repeat`, which takes what the memory of `batch` holds by then.
 
         Args:
-            batch: of fewer than `ROWS_FOR_THREADS` tokens, at positions for which there is room.
+            batch: of fewer than `ROWS_FOR_THREADS` tokens, all with logits, at positions for which there is room.
             num_threads: for how many threads the attention is cut.
         """
         program, between = Program(self._num_threads), self._make_room(batch)

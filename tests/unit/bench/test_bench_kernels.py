@@ -89,8 +89,13 @@ def test_a_decode_step_reads_the_weights_once_and_the_kv_of_each_sequence() -> N
 
 def test_a_prefill_attends_causally_and_makes_logits_of_one_token() -> None:
     work = cost.prefill(M82, 1024)
-    # 1,024 × 1,025 / 2 pairs of tokens, 12 layers, 12 heads × 64 × 4.
-    assert work.flop == 154_618_822_656 + 12_582_912 + 524_800 * 12 * 3_072
+    # In eleven of twelve layers 1,024 × 1,025 / 2 pairs of tokens, 12 heads × 64 × 4. In the last one K and V of all,
+    # 768 to 512 features; all else of it, and the head, for one token that attends to 1,024.
+    one_layer, keys_and_values = LAYER_WEIGHTS // 12, 768 * 512
+    of_all = 11 * one_layer + keys_and_values
+    assert work.flop == (
+        2 * 1024 * of_all + 2 * (one_layer - keys_and_values + 768 * 8_192) + (524_800 * 11 + 1024) * 3_072
+    )
     assert work.num_bytes == 327_155_712 + 1024 * 24_576
 
 

@@ -100,10 +100,11 @@ def assert_same_logits(model_dir: Path, kernels: str, chunk: int) -> None:
     in_groups = [Text(mixed, 1), Text(mixed, 80)]
     steps = [(start, min(start + chunk, 160)) for start in range(0, 160, chunk)]
     steps += [(start, start + 1) for start in range(160, NUM_TOKENS)]
-    for start, end in steps:
-        now = [text[start:end] for text in texts]
-        expected = whole.forward([SequenceInput(now[n], start, all_pages[n], end - start) for n in range(2)]).clone()
-        found = mixed.forward([in_groups[n].input(now[n], start, end - start) for n in range(2)])
+    for index, (start, end) in enumerate(steps):
+        now, num = [text[start:end] for text in texts], end - start
+        num_logits = ((num, num), (0, num), (num, 1))[index % 3]
+        expected = whole.forward([SequenceInput(now[n], start, all_pages[n], num_logits[n]) for n in range(2)]).clone()
+        found = mixed.forward([in_groups[n].input(now[n], start, num_logits[n]) for n in range(2)])
         assert torch.equal(found, expected)
         assert not found.isnan().any()
     hidden = groups_of(mixed).num_hidden(NUM_TOKENS - 1)

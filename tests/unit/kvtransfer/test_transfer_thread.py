@@ -220,7 +220,9 @@ def test_who_finds_something_looks_soon_again_though_nobody_has_rung(
     for tag in (b"a", b"never completes"):
         here.thread.write(peer, ONE, tag)
     here.wait(b"never completes", "WritePosted")
-    there.thread.submit(lambda transport: transport.expect_incoming("g", PeerId("here#1"))).result(5)
+    area = PageArea((0,), ArenaShape(1, 8, 8))
+    there.thread.submit(lambda transport: transport.expect_incoming("g", PeerId("here#1"), area)).result(5)
+    assert not there.transport.drives
     monkeypatch.setattr(there.transport.doorbell, "ring", lambda: None)
 
     def looks_behind_a_write(tag: bytes) -> int:

@@ -16,7 +16,8 @@ holder that is busy loses against one that computes all of it anew.
 **The mixed pool.** A decode step mostly reads the weights, so prompt tokens in it cost less than in one of their own. A
 decode worker can compute a whole prompt in chunks that leave those who generate the time per token that they want
 (`tandem/worker/scheduler.py`), and says how many tokens that is and what they take. A new prompt goes there where it is
-ready sooner. Reference: the mixed pool of Patel et al., "Splitwise", ISCA 2024; here the workers keep their roles.
+ready sooner; and, since it needs no handoff, where it is ready as soon at one that nobody is at. Reference: the mixed
+pool of Patel et al., "Splitwise", ISCA 2024; here the workers keep their roles.
 
 **Colocated.** A cluster without prefill workers places each prompt whole at the decode worker that has it computed
 soonest: prompt tokens in front, what it does not hold of the prompt, and what its batch costs. There is no bound.
@@ -203,7 +204,7 @@ def _for_pooling(snapshot: Snapshot, wishes: Wishes) -> WorkerLoad:
 
 
 def _computes_alone(snapshot: Snapshot, facts: RequestFacts) -> WorkerKey | None:
-    """The decode worker that would have a new prompt computed before any prefill worker; `None`: hand it off.
+    """The decode worker that would have a new prompt computed as soon as any prefill worker; `None`: hand it off.
 
     Only workers with a KV format that both pools have count, because only they could take part in a handoff.
     """
@@ -226,7 +227,7 @@ def _computes_alone(snapshot: Snapshot, facts: RequestFacts) -> WorkerKey | None
             wait = steps_cost(snapshot, worker, worker.num_queued_tokens + num_tokens)
             costs[worker.key] = is_late(snapshot, facts, wait), wait + delay_beside(snapshot, worker, num_tokens)
     best = min(costs, key=lambda key: costs[key], default=None)
-    return best if best is not None and costs[best] < at_prefill else None
+    return best if best is not None and costs[best] <= at_prefill else None
 
 
 # --- decode alone, as there are no prefill workers -----------------------------------------------------------------

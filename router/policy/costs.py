@@ -16,7 +16,8 @@ from tandem.core.identity import WorkerKey
 from tandem.core.pages import pages_for
 
 # What a prompt token costs in a decode step, relative to one in a prefill worker's chunk, at least, and where nothing
-# is known of its steps. With a lower factor decode would take prompts for which prefill has time soon.
+# is known of its steps. With a lower factor decode would take prompts for which prefill has time soon. Where nobody is
+# at it, it counts as quick as prefill up to there: what steps will take is not foreseen any better.
 _SMALL_STEP_COST = 1.2
 # By what share of a prompt's computation its pages may come later than it ends before another pair is looked for.
 _NOTABLE = 0.25
@@ -102,9 +103,15 @@ def may_be_slow(facts: RequestFacts) -> bool:
 
 
 def steps_cost(snapshot: Snapshot, worker: WorkerLoad, num_tokens: int) -> float:
-    """Of so many prompt tokens in the steps of a decode worker that has time and a place."""
+    """Of so many prompt tokens in the steps of a decode worker that has time and a place.
+
+    While prefill's speed is not known, none counts as quick as prefill: else a slow one could be taken for ever.
+    """
     meanwhile = snapshot.prefill_tokens_per_s * worker.prompt_steps.seconds(num_tokens)
-    return max(_SMALL_STEP_COST * num_tokens, meanwhile)
+    least = _SMALL_STEP_COST * num_tokens
+    if not worker.num_active and snapshot.prefill_tokens_per_s and meanwhile <= least:
+        return num_tokens
+    return max(least, meanwhile)
 
 
 def delay_behind(worker: WorkerLoad) -> float:

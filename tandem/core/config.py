@@ -256,9 +256,9 @@ class SchedulingConfig:
         minimum=0.01, maximum=1,
     )
     mixed_pool: bool = _key(
-        True, "Let a decode worker compute a new prompt where that is sooner than waiting for prefill, in chunks that "
-        "leave those who generate their time per token (`slo.tpot_ms`). Turn it off to keep decode steps free of "
-        "prompts; decode then computes only what a lost prefill worker left undone."
+        True, "Let a decode worker compute a new prompt where that is sooner than at prefill, or as soon and nobody is "
+        "there, in chunks that leave those who generate their time per token (`slo.tpot_ms`). Turn it off to keep "
+        "decode steps free of prompts; decode then computes only what a lost prefill worker left undone."
     )
     mixed_prompt_tokens: int = _key(
         0, "The most tokens of a new prompt that a decode worker computes (`mixed_pool`), of those that it does not "

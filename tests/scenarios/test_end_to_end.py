@@ -100,7 +100,8 @@ def test_a_published_model_gives_its_published_text(tmp_path: Path) -> None:
 
 def test_pages_travel_by_torch_distributed_too(tmp_path: Path) -> None:
     """`nccl`, in its gloo form on the CPU, carries the same pages."""
-    with running(tmp_path, config={**SERVED, "transport": {"name": "nccl"}}) as cluster:
+    handed_off = {"scheduling": {"mixed_pool": False}, "transport": {"name": "nccl"}}
+    with running(tmp_path, config={**SERVED, **handed_off}) as cluster:
         for case in references():
             answer = stream(cluster.url, case["prompt_token_ids"], max_tokens=96)
             assert answer.token_ids == [case["token_ids"]]

@@ -34,7 +34,7 @@ def load(
     seqs: int = 0,
 ) -> WorkerLoad:
     kv_format = KvFormat(LayoutId("w", layout, num_layers=1, num_kv_heads=1, head_dim=8, page_size=16), "ucx")
-    return WorkerLoad(WorkerKey(name, "1"), kv_format, 16, active, queued, pages, stepping, steps, seqs)
+    return WorkerLoad(WorkerKey(name, "1"), kv_format, 16, max(active, stepping), queued, pages, stepping, steps, seqs)
 
 
 def alone(snapshot: Snapshot, facts: RequestFacts) -> Route | None:
@@ -75,10 +75,26 @@ def test_where_nothing_is_known_of_its_steps_decode_is_asked_for_little_more_tha
     ],
 )
 def test_steps_count_what_they_take_on_these_workers(num_tokens: int, queued: int, decides: str | None) -> None:
-    decode = load("d0", steps=PromptSteps(64, 0.04, 0.001))
+    decode = load("d0", active=1, steps=PromptSteps(64, 0.04, 0.001))
     snapshot = Snapshot.of([load("p0", queued=queued)], [decode], prefill_tokens_per_s=5000.0)
     assert chosen(snapshot, num_tokens) == decides
     assert chosen(replace(snapshot, prefill=Snapshot.of([load("p0")], []).prefill), num_tokens) is None
+
+
+def test_a_prompt_that_is_ready_as_soon_needs_no_handoff_where_nobody_is() -> None:
+    """As soon is up to 1.2 times the time, and where nothing is known of its steps yet."""
+
+    def decides(steps: PromptSteps, tokens_per_s: float = 1000.0, *, queued: int = 0, active: int = 0) -> str | None:
+        prefill, decode = [load("p0", queued=queued)], [load("d0", active=active, steps=steps)]
+        return chosen(Snapshot.of(prefill, decode, prefill_tokens_per_s=tokens_per_s), 512)
+
+    assert decides(PromptSteps(512)) == "d0"
+    assert decides(PromptSteps(512, 0.1, 0.001)) == "d0"
+    assert decides(PromptSteps(512, 0.11, 0.001)) is None
+    assert decides(PromptSteps(64, 0.02, 0.001)) is None, "eight steps"
+    assert decides(PromptSteps(512), active=1) is None
+    assert decides(PromptSteps(512), tokens_per_s=0.0) is None, "prefill's own speed is to be learnt first"
+    assert decides(PromptSteps(512, 0.11, 0.001), queued=56) == "d0", "56 in front, and for 56 behind it"
 
 
 def test_prompts_of_any_length_are_computed_beside_tokens() -> None:
@@ -92,7 +108,7 @@ def test_those_who_generate_count_and_those_who_would_wait_behind_it_at_prefill(
     """Both ways a prompt delays others by its own computation: the way is taken of the least sum."""
     steps = PromptSteps(512, 0.0, 0.001)
     for num_rows, queued, decides in ((0, 99, None), (0, 101, "d0"), (3, 1599, None), (3, 1601, "d0")):
-        prefill, decode = load("p0", queued=queued), load("d0", stepping=num_rows, steps=steps)
+        prefill, decode = load("p0", queued=queued), load("d0", active=4, stepping=num_rows, steps=steps)
         snapshot = Snapshot.of([prefill], [decode], prefill_tokens_per_s=1000.0)
         assert chosen(snapshot, 1000) == decides, (num_rows, queued)
 

@@ -6,10 +6,16 @@ from dataclasses import dataclass
 
 from benchmarks.accuracy import quantized_checkpoints as made
 from benchmarks.accuracy.quantized_checkpoints import Kind
+from tandem.engine.cpu.vector_ir import has_bfloat16_products
 
 #: The one from which all others differ.
 EXACT = "float32"
 
+#: Those ways that only CPUs have which multiply bfloat16.
+SHORT_WAYS = {
+    "int8, multiplied in bfloat16": {"dtype": "bfloat16", "quantize": "int8"},
+    "int4, multiplied in bfloat16": {"dtype": "bfloat16", "quantize": "int4"},
+}
 #: How each way is loaded, the exact one first.
 WAYS: dict[str, dict[str, str]] = {
     EXACT: {"dtype": "float32"},
@@ -18,6 +24,7 @@ WAYS: dict[str, dict[str, str]] = {
     "int4": {"quantize": "int4"},
     "KV in bfloat16": {"dtype": "float32", "cache_dtype": "bfloat16"},
     "KV in int8": {"dtype": "float32", "cache_dtype": "int8"},
+    **(SHORT_WAYS if has_bfloat16_products() else {}),
 }
 
 #: As what each checkpoint is written, by rounding to the nearest. Groups of 64 divide the embedded model's inputs.
@@ -67,6 +74,8 @@ GATES = {
     "int4": Gate(1.06, 0.02),
     "KV in bfloat16": Gate(1.01, 2.5e-6),
     "KV in int8": Gate(1.01, 2e-5),
+    "int8, multiplied in bfloat16": Gate(1.01, 7e-5),
+    "int4, multiplied in bfloat16": Gate(1.06, 0.02),
     "GPTQ, 8 bits": Gate(1.01, 6e-5, _ROUNDED),
     "GPTQ, 4 bits": Gate(1.02, 0.01, _KEPT),
     "GPTQ, 4 bits, zero points, `desc_act`": Gate(1.02, 0.007, _ROUNDED),

@@ -26,6 +26,8 @@ from tandem.engine.cpu.vector_ir import has_bfloat16_products, has_bfloat16_tile
 from tandem.engine.huge_pages import weight_memory
 
 BY_TWO, IN_TILES = "bfloat16, by two", "bfloat16, in tiles"
+WHOLE_BY_TWO = {8: "int8, by two", 4: "int4, by two"}
+_SHORT = (BY_TWO, IN_TILES, *WHOLE_BY_TWO.values())
 
 #: The project's own goals for weights of 16 bits, by number of rows, as shares of the limit.
 GOALS = {1: 0.8, 8: 0.65, 512: 0.9}
@@ -93,8 +95,10 @@ def weight_types() -> dict[str, Callable[[torch.Tensor, int], PackedLinear]]:
         made[BY_TWO] = _short
         if has_bfloat16_tiles():
             made[IN_TILES] = functools.partial(_short, in_tiles=True)
-    made["int8"] = lambda weight, threads: _rounded(weight, threads, 8)
-    made["int4"] = lambda weight, threads: _rounded(weight, threads, 4)
+    for bits in (8, 4):
+        made[f"int{bits}"] = functools.partial(_rounded, bits=bits)
+        if has_bfloat16_products():
+            made[WHOLE_BY_TWO[bits]] = functools.partial(_rounded, bits=bits, short=True)
     return made
 
 
@@ -114,7 +118,7 @@ def measure_weights(num_threads: int, sizes: WeightSizes, tell: Callable[[str], 
 def _measure(name: str, layer: PackedLinear, num_threads: int, sizes: WeightSizes) -> Iterator[WeightRun]:
     weight_bytes = _weight_bytes(layer)
     layers = [layer, *(_copy(layer) for _ in range(-(-sizes.cold_bytes // weight_bytes) - 1))]
-    adds = MultiplyAdds(num_threads, sizes.limit_steps, by_two=name in (BY_TWO, IN_TILES))
+    adds = MultiplyAdds(num_threads, sizes.limit_steps, by_two=name in _SHORT)
     stream = ReadStream(num_threads, sizes.cold_bytes)
     turns = itertools.cycle(layers)  # so the weights of none are in a cache
     products = []
@@ -144,9 +148,11 @@ def _short(weight: torch.Tensor, num_threads: int, *, in_tiles: bool = False) ->
     return layer
 
 
-def _rounded(weight: torch.Tensor, num_threads: int, bits: int) -> PackedLinear:
+def _rounded(weight: torch.Tensor, num_threads: int, *, bits: int, short: bool = False) -> PackedLinear:
     layer = PackedLinear(weight, None, num_threads)
     layer.panels.quantize(Rounding(bits))
+    if short:
+        layer.panels.multiply_short()
     return layer
 
 

@@ -44,7 +44,7 @@ class ModelConfig:
         "auto",
         "Type of weights and arithmetic. `auto` is the checkpoint's own on a GPU. On a CPU it is float32; weights "
         "of 16 bits stay so in memory, with the same results. `bfloat16`, and `auto` with such a checkpoint, has CPUs "
-        "that can (AVX512_BF16, AMX) multiply in it, sums in float32, and weights of fewer bits with AMX; where some "
+        "that can (AVX512_BF16, AMX) multiply in it, weights of fewer bits too, sums in float32; where some "
         "workers cannot, take float32, and where some have no AMX, `kernels: vectors`. For KV see `cache.dtype`.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )

@@ -70,7 +70,7 @@ class Engine:
         attention: name of the attention kernel in use.
         fused: how many parts of which kind are replaced by fused ones, and whether the decoder is; for people.
         linear: whose products of linear layers are in use: "packed", "packed by two", "packed in tiles", "packed int8",
-            "packed int4", these two "in tiles" too, or "torch".
+            "packed int4", these two "by two" and "in tiles" too, or "torch".
         pooling: how the checkpoint pools; `None`: it generates.
         on_cpu: whether it computes on the CPU.
         computes_apart: whether `forward` returns when a step is launched: the host has time until it is computed.

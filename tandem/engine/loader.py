@@ -196,17 +196,17 @@ def choose_types(
                 f"model.quantize rounds weights for CPUs with fused vector arithmetic, not for {device}; leave it out",
                 key="model.quantize",
             )
-        is_short = may_be_short and short_products() == SHORT_IN_TILES  # lanes multiply whole numbers in float32 alone
-        if dtype not in ("auto", "float32") and not is_short:
+        products = short_products() if may_be_short else ""
+        if dtype not in ("auto", "float32") and not products:
             raise ConfigError(
-                "weights of fewer than 16 bits are multiplied in float32, or in bfloat16 on CPUs that have tiles for "
-                f"it (AMX); leave model.dtype: {dtype} out",
+                "weights of fewer than 16 bits are multiplied in float32, or in bfloat16 on CPUs that multiply that "
+                f"(AVX512_BF16); leave model.dtype: {dtype} out",
                 key="model.dtype",
             )
         only_stored = quantize == "none"
         how = kept_as if only_stored else quantize
-        if is_short:
-            return Types("float32", "bfloat16", SHORT_IN_TILES, how, only_stored)
+        if products:
+            return Types("float32", "bfloat16", products, how, only_stored)
         return Types("float32", stored, "float32", how, only_stored)
     if device.type != "cpu":
         return Types.all_of(asked)

@@ -20,14 +20,12 @@ class Host:
     Attributes:
         available_bytes: memory that can be taken now without swapping, within the container's limit if any.
         multiplies_bfloat16: whether its CPUs do, on vectors (AVX512_BF16).
-        has_tiles: whether they do it in tiles, too (AMX).
     """
 
     available_bytes: int
     num_cores: int
     num_gpus: int
     multiplies_bfloat16: bool = False
-    has_tiles: bool = False
 
 
 def this_host() -> Host:
@@ -37,7 +35,6 @@ def this_host() -> Host:
         num_cores=len(os.sched_getaffinity(0)),
         num_gpus=_count_gpus(),
         multiplies_bfloat16="avx512_bf16" in flags,
-        has_tiles={"avx512_bf16", "amx_bf16"} <= flags,
     )
 
 

@@ -499,8 +499,6 @@ class Preflight:
         """As `loader.choose_types` finds it, on a CPU like this host's."""
         model, own = self.config.model, self.facts.tensors_dtype
         can = self.host.multiplies_bfloat16 and model.kernels != "torch"
-        if model.quantize != "none" or self.facts.quantization is not None:
-            can = self.host.has_tiles and model.kernels == "auto"
         is_asked = model.dtype == "bfloat16" or (model.dtype == "auto" and own == self.facts.dtype == "bfloat16")
         return can and is_asked and not self._on_gpu
 

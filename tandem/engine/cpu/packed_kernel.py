@@ -16,7 +16,8 @@ and all else is as above, with two numbers for one.
 for each output and `group` of k. The sums of a group are scaled as they are added to those of the groups before. Of 4
 bits eight lie in a word, the first one lowest: `[K / 8][PANEL]`, and a step takes eight numbers of a row. AVX-512
 looks their values up in a register. With AVX2 that takes longer, so for many rows each group is unpacked once, to
-8 bits, for all passes.
+8 bits, for all passes. By two they become bfloat16, exactly: of rows of one pass in registers, of more of them once, in
+the first-level cache. Then some hundred numbers of k are added up at a time, and scaled as a group is.
 
 More rows than one pass takes are copied first, so that the numbers that a pass reads in one step lie together: rows
 that are a power of two apart share few lines of the L1 cache.
@@ -31,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numba
@@ -43,6 +45,7 @@ from tandem.engine.cpu.atomics import float32s, words
 from tandem.engine.cpu.compiling import called
 from tandem.engine.cpu.scratch import on_lines
 from tandem.engine.cpu.threads import Kernel
+from tandem.engine.cpu.unpacking import MOST_UNPACKED, unpack_int4, unpack_int8
 from tandem.engine.huge_pages import FLOAT_BYTES, LINE_BYTES
 
 _IS_WIDE = vir.has_wide_vectors()
@@ -51,18 +54,28 @@ _NUM_VECTORS = 2
 #: Outputs of one panel.
 PANEL = _NUM_VECTORS * _vec.lanes
 # How weights are stored; Numba takes these, and what else is of capitals here, for constants.
-_FLOAT32, _BFLOAT16, _FLOAT16, _BY_TWO, _INT8, _INT4 = range(6)
+_FLOAT32, _BFLOAT16, _FLOAT16, _BY_TWO, _INT8, _INT4, _INT8_BY_TWO, _INT4_BY_TWO = range(8)
+# By two, with scales: what whole numbers are unpacked to.
+_UNPACKED_BY_TWO = 8
+_KINDS_BY_TWO = (_BY_TWO, _INT8_BY_TWO, _INT4_BY_TWO, _UNPACKED_BY_TWO)
 _LOADS: Mapping[int, Callable[..., Any]] = {
     _FLOAT32: _vec.load,
     _BFLOAT16: _vec.load_bfloat16,
     _FLOAT16: _vec.load_float16,
     _BY_TWO: _vec.load,
     _INT8: _vec.load_int8,
+    _INT4: _vec.load_integers,
+    _INT8_BY_TWO: partial(_vec.load_int8_pairs, apart=PANEL),
+    _INT4_BY_TWO: _vec.load_integers,
+    _UNPACKED_BY_TWO: _vec.load,
 }
-# By kind: bytes of a weight, or of those that go together; numbers of a row that a step takes, each by itself in
-# memory.
-_ITEM_BYTES = (FLOAT_BYTES, vir.SHORT_BYTES, vir.SHORT_BYTES, FLOAT_BYTES, 1, FLOAT_BYTES)
-_NUMBERS_PER_STEP = (1, 1, 1, 1, 1, vir.INT4_PER_WORD)
+# By kind: bytes of a weight, or of those that go together; numbers of a row that a step takes, or pairs of them, each
+# by itself in memory.
+_ITEM_BYTES = (FLOAT_BYTES, vir.SHORT_BYTES, vir.SHORT_BYTES, FLOAT_BYTES, 1, FLOAT_BYTES, 2, FLOAT_BYTES, FLOAT_BYTES)
+_NUMBERS_PER_STEP = (1, 1, 1, 1, 1, vir.INT4_PER_WORD, 1, vir.INT4_PER_WORD // 2, 1)
+# Steps that are added up before they are scaled, at most.
+_ANY = 1 << 62
+_MOST_STEPS = (_ANY, _ANY, _ANY, _ANY, _ANY, _ANY, MOST_UNPACKED // 2, MOST_UNPACKED // vir.INT4_PER_WORD, _ANY)
 # Of a row's outputs of one panel.
 _OUTPUT_BYTES = PANEL * FLOAT_BYTES
 
@@ -78,8 +91,11 @@ MAX_ROWS = 12 if _IS_WIDE else 6
 _ROWS_ABREAST, _PANELS_ABREAST = (2 if _IS_WIDE else 1), 4
 #: Up to so many rows a pass goes at the speed of memory by itself.
 _MAX_ROWS_ALONE = 6 if _IS_WIDE else 1
-# From so many rows on words of 4 bits are unpacked before they are multiplied: with AVX2 the fourth pass pays for that.
-_ROWS_TO_UNPACK = 1 << 62 if _IS_WIDE else 3 * MAX_ROWS + 1
+# From so many rows on whole numbers are unpacked before they are multiplied: by two where there are several passes; of
+# words of 4 bits with AVX2 the fourth pass pays for that.
+_ROWS_TO_UNPACK = (
+    _ANY, _ANY, _ANY, _ANY, _ANY, _ANY if _IS_WIDE else 3 * MAX_ROWS + 1, MAX_ROWS + 1, MAX_ROWS + 1, _ANY
+)  # fmt: skip
 # How many of its steps a single pass over whole panels fetches ahead.
 _STEPS_AHEAD = 64
 
@@ -133,9 +149,15 @@ def _emit_pass(
     # Stack slots that LLVM turns into registers.
     num_sums = num_panels * _NUM_VECTORS
     sums = [[cgutils.alloca_once_value(builder, _vec.constant(0.0)) for _ in range(num_sums)] for _ in rows]
-    vector_bytes = _vec.lanes * _ITEM_BYTES[kind]
-    multiply_add = _vec.fma_by_two if kind == _BY_TWO else _vec.fma
     step_bytes = k.type(PANEL * _ITEM_BYTES[kind])
+    vector_bytes = _vec.lanes * (1 if kind == _INT8_BY_TWO else _ITEM_BYTES[kind])
+    multiply_add = _vec.fma_by_two if kind in _KINDS_BY_TWO else _vec.fma
+    lowest, without_lowest = (
+        (_vec.lowest_int4_pair, _vec.without_lowest_int4_pair)
+        if kind == _INT4_BY_TWO
+        else (_vec.lowest_int4, _vec.without_lowest_int4)
+    )
+    num_in_step = _NUMBERS_PER_STEP[kind]
 
     def add_products(places: list[Any], weights: list[Any]) -> None:
         for place, row_sums in zip(places, sums, strict=True):
@@ -145,32 +167,32 @@ def _emit_pass(
 
     with cgutils.for_range(builder, k) as loop:
         step = vir.advance(builder, panel, step_bytes, loop.index)
-        load = _vec.load_integers if kind == _INT4 else _LOADS[kind]
-        loaded = [load(builder, place, alignment=vector_bytes) for place in vectors_of(step, panel_bytes, vector_bytes)]
+        weight_places = vectors_of(step, panel_bytes, vector_bytes)
+        loaded = [_LOADS[kind](builder, place, alignment=vector_bytes) for place in weight_places]
         if ahead:
             line = vir.advance(builder, fetch, fetch_step, loop.index)
             # As many as the step reads where this may be the only pass; of several each fetches a share.
             for n in range(0, LINE_BYTES if together else _NUM_VECTORS * vector_bytes, LINE_BYTES):
                 vir.prefetch(builder, vir.offset(builder, line, n))
         places = [vir.advance(builder, row, x_step, loop.index) for row in rows]
-        if kind != _INT4:
+        if num_in_step == 1:
             add_products(places, loaded)
         elif num_rows == 1:
-            for index in range(vir.INT4_PER_WORD):
+            for index in range(num_in_step):
                 of_number = [vir.offset(builder, place, index * number_bytes) for place in places]
-                add_products(of_number, [_vec.lowest_int4(builder, each) for each in loaded])
-                loaded = [_vec.without_lowest_int4(builder, each) for each in loaded]
+                add_products(of_number, [lowest(builder, each) for each in loaded])
+                loaded = [without_lowest(builder, each) for each in loaded]
         else:
-            # A loop of its own: beside more sums all eight numbers of each word have no room in registers.
+            # A loop of its own: beside more sums all numbers of each word have no room in registers.
             words = [cgutils.alloca_once(builder, each.type) for each in loaded]
             for slot, each in zip(words, loaded, strict=True):
                 builder.store(each, slot)
-            with cgutils.for_range(builder, vir.unknown(builder, k.type(vir.INT4_PER_WORD))) as inner:
+            with cgutils.for_range(builder, vir.unknown(builder, k.type(num_in_step))) as inner:
                 left = [builder.load(slot) for slot in words]
                 of_number = [vir.advance(builder, place, k.type(number_bytes), inner.index) for place in places]
-                add_products(of_number, [_vec.lowest_int4(builder, each) for each in left])
+                add_products(of_number, [lowest(builder, each) for each in left])
                 for slot, each in zip(words, left, strict=True):
-                    builder.store(_vec.without_lowest_int4(builder, each), slot)
+                    builder.store(without_lowest(builder, each), slot)
     scale_places = vectors_of(scales, scales_bytes, _vec.num_bytes)
     for row, row_sums in enumerate(sums):
         start = vir.advance(builder, y, y_stride, row)
@@ -178,7 +200,7 @@ def _emit_pass(
             vectors_of(start, y_stride.type(_OUTPUT_BYTES), _vec.num_bytes), scale_places, row_sums, strict=True
         ):
             total = builder.load(slot)
-            if kind in (_INT8, _INT4):
+            if kind >= _INT8:
                 scale = _vec.load(builder, scale_place)
                 total = _vec.fma(builder, total, scale, _vec.load(builder, place))
             _vec.store(builder, total, place)
@@ -199,12 +221,14 @@ def _make_tiles(kind: int) -> tuple[Callable[..., None], ...]:
 _abreast_float32, _few_float32, _more_float32, _many_float32 = _make_tiles(_FLOAT32)
 _abreast_bfloat16, _few_bfloat16, _more_bfloat16, _many_bfloat16 = _make_tiles(_BFLOAT16)
 _abreast_float16, _few_float16, _more_float16, _many_float16 = _make_tiles(_FLOAT16)
-# Without the instruction nothing calls these, and other ones stand for them.
-_abreast_by_two, _few_by_two, _more_by_two, _many_by_two = _make_tiles(
-    _BY_TWO if vir.has_bfloat16_products() else _FLOAT32
-)
 _abreast_int8, _few_int8, _more_int8, _many_int8 = _make_tiles(_INT8)
 _abreast_int4, _few_int4, _more_int4, _many_int4 = _make_tiles(_INT4)
+# Without the instruction nothing calls these, and other ones stand for them.
+_HAS_BY_TWO = vir.has_bfloat16_products()
+_abreast_by_two, _few_by_two, _more_by_two, _many_by_two = _make_tiles(_BY_TWO if _HAS_BY_TWO else _FLOAT32)
+_abreast_int8_by_two, _few_int8_by_two, _more_int8_by_two, _ = _make_tiles(_INT8_BY_TWO if _HAS_BY_TWO else _INT8)
+_abreast_int4_by_two, _few_int4_by_two, _more_int4_by_two, _ = _make_tiles(_INT4_BY_TWO if _HAS_BY_TWO else _INT4)
+_many_unpacked = _make_tiles(_UNPACKED_BY_TWO if _HAS_BY_TWO else _INT8)[-1]
 
 
 @numba.njit(nogil=True, inline="always")
@@ -219,6 +243,10 @@ def _abreast(kind, num_rows, x, x_stride, panel, k, y, y_stride, scales, apart, 
         _abreast_int8(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales, apart, scales_apart)
     elif kind == _INT4:
         _abreast_int4(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales, apart, scales_apart)
+    elif kind == _INT8_BY_TWO:
+        _abreast_int8_by_two(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales, apart, scales_apart)
+    elif kind == _INT4_BY_TWO:
+        _abreast_int4_by_two(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales, apart, scales_apart)
     else:
         _abreast_float32(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales, apart, scales_apart)
 
@@ -235,6 +263,10 @@ def _few(kind, num_rows, x, x_stride, panel, k, y, y_stride, scales):  # type: i
         _few_int8(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales, 0, 0)
     elif kind == _INT4:
         _few_int4(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales, 0, 0)
+    elif kind == _INT8_BY_TWO:
+        _few_int8_by_two(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales, 0, 0)
+    elif kind == _INT4_BY_TWO:
+        _few_int4_by_two(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales, 0, 0)
     else:
         _few_float32(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales, 0, 0)
 
@@ -251,6 +283,10 @@ def _more(kind, num_rows, x, x_stride, panel, k, y, y_stride, fetch, step, scale
         _more_int8(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step, scales, 0, 0)
     elif kind == _INT4:
         _more_int4(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step, scales, 0, 0)
+    elif kind == _INT8_BY_TWO:
+        _more_int8_by_two(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step, scales, 0, 0)
+    elif kind == _INT4_BY_TWO:
+        _more_int4_by_two(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step, scales, 0, 0)
     else:
         _more_float32(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step, scales, 0, 0)
 
@@ -361,12 +397,18 @@ def _multiply_panels(  # type: ignore[no-untyped-def] # pragma: no cover - compi
                 group,
             )  # fmt: skip
             index += _PANELS_ABREAST
-        elif kind == _INT4 and num_rows >= _ROWS_TO_UNPACK:
-            _multiply_unpacked(x, num_rows, k, panel, shift, place, y_stride, of_panel, group)
+        elif num_rows >= _ROWS_TO_UNPACK[kind]:
+            _multiply_unpacked(kind, x, num_rows, k, panel, shift, place, y_stride, of_panel, group)
             index += 1
         else:
             _multiply_panel(kind, x, x_stride, num_rows, k, panel, shift, place, y_stride, of_panel, group)
             index += 1
+
+
+@numba.njit(nogil=True, inline="always")
+def _at_once(kind, begin, k, group):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """Steps from `begin` on that are added up before they are scaled."""
+    return min(_MOST_STEPS[kind], k - begin, group - begin % group)
 
 
 @numba.njit(nogil=True, inline="always")
@@ -379,12 +421,14 @@ def _multiply_abreast(  # type: ignore[no-untyped-def] # pragma: no cover - comp
         for index in range(num_rows):
             for other in range(_PANELS_ABREAST):
                 _clear(y + index * y_stride + other * _OUTPUT_BYTES)
-    for begin in range(0, k, group):
+    begin = 0
+    while begin < k:
+        count = _at_once(kind, begin, k, group)
         _abreast(
-            kind, num_rows, x + begin * number_bytes, x_stride, panel + begin * step_bytes, min(group, k - begin),
-            y, y_stride, scales, panel_bytes, scales_bytes,
+            kind, num_rows, x + begin * number_bytes, x_stride, panel + begin * step_bytes, count, y, y_stride,
+            scales + begin // group * _OUTPUT_BYTES, panel_bytes, scales_bytes,
         )  # fmt: skip
-        scales += _OUTPUT_BYTES
+        begin += count
     if bias:
         for index in range(num_rows):
             for other in range(_PANELS_ABREAST):
@@ -399,44 +443,55 @@ def _multiply_panel(kind, x, x_stride, num_rows, k, panel, bias, y, y_stride, sc
         for index in range(num_rows):
             _clear(y + index * y_stride)
     ahead = panel + k * step_bytes
-    for begin in range(0, k, group):
-        count = min(group, k - begin)
+    begin = 0
+    while begin < k:
+        count = _at_once(kind, begin, k, group)
         _multiply_group(
             kind, x, x_stride, num_rows, k, begin, count, number_bytes, panel + begin * step_bytes, step_bytes, ahead,
-            y, y_stride, scales,
+            y, y_stride, scales + begin // group * _OUTPUT_BYTES,
         )  # fmt: skip
         ahead += count * step_bytes
-        scales += _OUTPUT_BYTES
+        begin += count
     if bias:
         for index in range(num_rows):
             add_bias(y + index * y_stride, bias)
 
 
 @called
-def _multiply_unpacked(x, num_rows, k, panel, bias, y, y_stride, scales, group):  # type: ignore[no-untyped-def] # pragma: no cover
-    """As `_multiply_panel`, of words of 4 bits and rows of several passes: each group becomes bytes first.
+def _multiply_unpacked(kind, x, num_rows, k, panel, bias, y, y_stride, scales, group):  # type: ignore[no-untyped-def] # pragma: no cover
+    """As `_multiply_panel`, of whole numbers and rows of several passes: what is added up at once is unpacked first, to
+    bytes or by two.
 
     Sums lie close together until all groups are in them: rows of outputs are often a power of two apart, and share few
     lines of the L1 cache.
     """
-    num_passes = _num_passes(num_rows)
+    num_passes, num_in_step, step_bytes = _num_passes(num_rows), _NUMBERS_PER_STEP[kind], PANEL * _ITEM_BYTES[kind]
     sums = on_lines(num_rows * PANEL)
     sums[:] = 0
-    step = PANEL // 2 // num_passes  # a number of each output has so many bytes in the words that are fetched
-    unpacked = on_lines(min(group, k) * _WORD * PANEL // FLOAT_BYTES)
-    for begin in range(0, k, group):
-        steps = min(group, k - begin)
-        count, packed = steps * _WORD, panel + begin * _OUTPUT_BYTES
-        _unpack(packed, steps, unpacked.ctypes.data)
-        fetch = packed + steps * _OUTPUT_BYTES
+    step = step_bytes // num_in_step // num_passes
+    unpacked = on_lines((2 * min(group, k) if kind == _INT4 else min(MOST_UNPACKED // 2, k * num_in_step)) * PANEL)
+    begin = 0
+    while begin < k:
+        steps = _at_once(kind, begin, k, group)
+        count, packed = steps * num_in_step, panel + begin * step_bytes
+        if kind == _INT8_BY_TWO:
+            unpack_int8(packed, 2 * count, unpacked.ctypes.data)
+        elif kind == _INT4_BY_TWO:
+            unpack_int4(packed, 2 * count, unpacked.ctypes.data)
+        else:
+            _unpack(packed, steps, unpacked.ctypes.data)
+        fetch, of_group = packed + steps * step_bytes, scales + begin // group * _OUTPUT_BYTES
         for index in range(num_passes):
             row = _first_row(index, num_passes, num_rows)
             num = _first_row(index + 1, num_passes, num_rows) - row
-            start = x + (row * k + begin * num) * _WORD * FLOAT_BYTES
-            place = sums.ctypes.data + row * _OUTPUT_BYTES
-            _many_int8(num, start, 0, unpacked.ctypes.data, count, place, _OUTPUT_BYTES, fetch, step, scales, 0, 0)
+            start = x + (row * k + begin * num) * num_in_step * FLOAT_BYTES
+            place, weights = sums.ctypes.data + row * _OUTPUT_BYTES, unpacked.ctypes.data
+            if kind == _INT4:
+                _many_int8(num, start, 0, weights, count, place, _OUTPUT_BYTES, fetch, step, of_group, 0, 0)
+            else:
+                _many_unpacked(num, start, 0, weights, count, place, _OUTPUT_BYTES, fetch, step, of_group, 0, 0)
             fetch += count * step
-        scales += _OUTPUT_BYTES
+        begin += steps
     for index in range(num_rows):
         _copy(sums.ctypes.data + index * _OUTPUT_BYTES, y + index * y_stride)
         if bias:
@@ -577,6 +632,22 @@ def _multiply_gated_int4(first, end, arguments):  # type: ignore[no-untyped-def]
     _multiply_gated(_INT4, first, end, arguments)
 
 
+def _multiply_int8_by_two(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    _multiply(_INT8_BY_TWO, first, end, arguments)
+
+
+def _multiply_gated_int8_by_two(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    _multiply_gated(_INT8_BY_TWO, first, end, arguments)
+
+
+def _multiply_int4_by_two(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    _multiply(_INT4_BY_TWO, first, end, arguments)
+
+
+def _multiply_gated_int4_by_two(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    _multiply_gated(_INT4_BY_TWO, first, end, arguments)
+
+
 _five_words, _ten_words, _eleven_words = words(5), words(10), words(11)
 #: Its items are passes.
 put_together = Kernel(_put_together, "i" * 5)
@@ -645,6 +716,12 @@ BY_TWO = _products(_multiply_by_two, _multiply_gated_by_two, per_step=2, rounds=
 QUANTIZED: Mapping[int, Products] = {
     8: _products(_multiply_int8, _multiply_gated_int8),
     4: _products(_multiply_int4, _multiply_gated_int4, per_step=vir.INT4_PER_WORD),
+}
+
+#: The same by two, where the CPU has it, and groups have an even number of numbers.
+QUANTIZED_BY_TWO: Mapping[int, Products] = {
+    8: _products(_multiply_int8_by_two, _multiply_gated_int8_by_two, per_step=2, rounds=True),
+    4: _products(_multiply_int4_by_two, _multiply_gated_int4_by_two, per_step=vir.INT4_PER_WORD, rounds=True),
 }
 
 

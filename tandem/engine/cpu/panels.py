@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tandem.engine.cpu.packed_kernel import BY_TWO, PANEL, PRODUCTS, QUANTIZED
+from tandem.engine.cpu.packed_kernel import BY_TWO, PANEL, PRODUCTS, QUANTIZED, QUANTIZED_BY_TWO, Products
 from tandem.engine.cpu.tiles_kernel import IN_TILES, TILE_NUMBERS
 from tandem.engine.cpu.tiles_quantized import QUANTIZED_IN_TILES
 from tandem.engine.cpu.vector_ir import INT4_PER_WORD, has_bfloat16_tiles
@@ -71,13 +71,15 @@ class Panels:
         self.scales_at = 0 if scales is None else scales.data_ptr()
 
     def multiply_short(self, *, in_tiles: bool = False) -> None:
-        """From now on multiply in bfloat16, if the weights are of that type and K is even: in tiles, if that is asked
-        for, this process may, and K is made of whole ones. Whole numbers multiply so in tiles alone, where their groups
-        are made of whole ones, too."""
+        """From now on multiply in bfloat16, if the weights are of that type, or whole numbers, and K is even: in tiles,
+        if that is asked for, this process may, and K, and groups, are made of whole ones."""
         if self.scales is not None:
-            is_whole = not (self._num_in % TILE_NUMBERS or self.group * self.products.per_step % TILE_NUMBERS)
+            bits, group = 4 if self.numbers.dtype is torch.int32 else 8, self.group * self.products.per_step
+            is_whole = not (self._num_in % TILE_NUMBERS or group % TILE_NUMBERS)
             if in_tiles and is_whole and has_bfloat16_tiles():
-                self.products = QUANTIZED_IN_TILES[4 if self.numbers.dtype is torch.int32 else 8]
+                self._count_steps(QUANTIZED_IN_TILES[bits], group)
+            elif not self._num_in % 2:
+                self._count_steps(QUANTIZED_BY_TWO[bits], group)
             return
         if self.numbers.dtype is not torch.bfloat16 or self._num_in % 2:
             return
@@ -106,8 +108,12 @@ class Panels:
             whole = rounded.view(len(wide), -1, PANEL)[:, : self._num_in].to(dtype)
             numbers[those] = whole if bits == 8 else _in_words(whole)
         self.place(numbers, scales)
+        self._count_steps(products, group)
+
+    def _count_steps(self, products: Products, group: int) -> None:
+        """By `products`; `group`: in numbers of K."""
         self.products = products
-        self.num_steps, self.group = self._num_in // self.products.per_step, group // self.products.per_step
+        self.num_steps, self.group = self._num_in // products.per_step, group // products.per_step
 
 
 def _round(weights: torch.Tensor, bits: int, cuts: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,6 +10,7 @@ import functools
 import logging
 import os
 import platform
+import struct
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -45,6 +46,7 @@ _BYTE = ir.IntType(8)
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 # Lanes of AVX-512's vectors.
 _WIDE = 16
+_UPPER_HALF = 0xFFFF0000 - (1 << 32)
 
 
 class _BFloat(ir.types._BaseFloatType):  # type: ignore[misc]
@@ -247,6 +249,12 @@ def transposed(builder: Any, rows: list[Any]) -> list[Any]:
     return rows
 
 
+def _short_bits(value: float) -> int:
+    """Of a number that bfloat16 has exactly."""
+    bits: int = struct.unpack("<I", struct.pack("<f", value))[0]
+    return bits >> 16
+
+
 class Vectors:
     """Vectors of so many float32.
 
@@ -291,6 +299,16 @@ class Vectors:
         bytes_.align = alignment
         return builder.sitofp(builder.sext(bytes_, self._integers), self.type)
 
+    def load_int8_pairs(self, builder: Any, address: Any, *, apart: int, alignment: int) -> Any:
+        """Bytes there, and so many bytes behind, as pairs of bfloat16, exactly: in each lane the first one is the low
+        half."""
+        places = (offset(builder, address, distance) for distance in (0, apart))
+        first, second = (
+            builder.bitcast(self.load_int8(builder, place, alignment=alignment), self._integers) for place in places
+        )
+        pair = builder.or_(builder.lshr(first, self.integers(16)), builder.and_(second, self.integers(_UPPER_HALF)))
+        return builder.bitcast(pair, self.type)
+
     def load_integers(self, builder: Any, address: Any, *, alignment: int = FLOAT_BYTES) -> Any:
         """As many integers of 32 bits as there are lanes."""
         loaded = builder.load(builder.inttoptr(address, self._integers.as_pointer()))
@@ -308,6 +326,22 @@ class Vectors:
 
     def without_lowest_int4(self, builder: Any, words: Any) -> Any:
         return builder.lshr(words, self.integers(4))
+
+    def lowest_int4_pair(self, builder: Any, words: Any) -> Any:
+        """The whole numbers that the lowest two of each word's eight are, as pairs of bfloat16 as `load_int8_pairs` has
+        them. For vectors of sixteen."""
+        halves = ir.VectorType(_SHORT, 2 * self.lanes)
+        table = ir.Constant(halves, [_short_bits(value) for value in INT4_VALUES] * 2)
+        signature = ir.FunctionType(halves, [halves, halves])
+        look_up = cgutils.get_or_insert_function(builder.module, signature, "llvm.x86.avx512.permvar.hi.512")
+        # Four bits to the lowest of each half; what is above five bits does not count, and the table has all twice.
+        low = builder.and_(words, self.integers(0xFFFF))
+        high = builder.and_(builder.shl(words, self.integers(12)), self.integers(_UPPER_HALF))
+        found = builder.call(look_up, [table, builder.bitcast(builder.or_(low, high), halves)])
+        return builder.bitcast(found, self.type)
+
+    def without_lowest_int4_pair(self, builder: Any, words: Any) -> Any:
+        return builder.lshr(words, self.integers(8))
 
     def int4_as_bytes(self, builder: Any, *words: Any) -> list[Any]:
         """Of two vectors of words: for each place in a word the whole numbers there, of all lanes, as bytes."""

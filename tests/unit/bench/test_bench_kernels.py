@@ -29,7 +29,15 @@ from benchmarks.kernels.measure import DEFAULT_MODEL, shape_of, thread_counts
 from benchmarks.kernels.multiply_adds import MultiplyAdds
 from benchmarks.kernels.prompt_attention import PromptRun, PromptSizes, attention_flop
 from benchmarks.kernels.roofline import Figure, Limits, ModelShape, Probe, Report, Work
-from benchmarks.kernels.weight_types import BY_TWO, IN_TILES, WeightRun, WeightSizes, measure_weights, weight_types
+from benchmarks.kernels.weight_types import (
+    BY_TWO,
+    IN_TILES,
+    WHOLE_BY_TWO,
+    WeightRun,
+    WeightSizes,
+    measure_weights,
+    weight_types,
+)
 from benchmarks.timing import Timing, rates_in_turn, timed
 from tandem.bench.other_load import OtherLoad
 from tandem.core.errors import ConfigError
@@ -321,6 +329,9 @@ def test_each_type_of_weights_is_counted_in_its_bytes() -> None:
     assert (BY_TWO in bytes_of) is has_bfloat16_products()
     assert (IN_TILES in bytes_of) is has_bfloat16_tiles()
     assert {bytes_of[name] for name in (BY_TWO, IN_TILES) if name in bytes_of} <= {2 * num}
+    whole = {bytes_of[f"int{bits}"]: bytes_of[name] for bits, name in WHOLE_BY_TWO.items() if name in bytes_of}
+    assert len(whole) == (2 if has_bfloat16_products() else 0)
+    assert all(by_two == widened for widened, by_two in whole.items())
 
 
 def test_multiply_adds_count_a_multiply_and_an_add_of_every_lane() -> None:

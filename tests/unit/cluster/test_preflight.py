@@ -23,7 +23,7 @@ from tandem.core.config import from_dict, load
 from tandem.core.errors import ConfigError, ModelLoadError, TandemError, UnsupportedModelError
 from tandem.core.identity import Role
 from tandem.core.model_path import TensorHead, read_facts, resolve_model
-from tandem.engine.cpu.vector_ir import has_bfloat16_products, has_bfloat16_tiles
+from tandem.engine.cpu.vector_ir import has_bfloat16_products
 from tandem.engine.quantized.scheme import read_scheme
 from tandem.engine.quantized.shapes import loaded_bytes
 from tandem.engine.random_model import make_tokenizer
@@ -342,7 +342,8 @@ def test_pages_on_gpus_have_the_models_type(checkpoint: Path, free_port: int, dt
         ({}, {"dtype": "float32"}, "float32"),
         ({"dtype": "float32"}, {}, "float32"),
         ({"quantize": "int8"}, {}, "bfloat16"),
-        ({"quantize": "int8", "kernels": "vectors"}, {}, "float32"),
+        ({"quantize": "int8", "kernels": "vectors"}, {}, "bfloat16"),
+        ({"quantize": "int8", "dtype": "float32"}, {}, "float32"),
         ({"kernels": "vectors"}, {}, "bfloat16"),
         ({"kernels": "torch"}, {}, "float32"),
         ({"kernels": "torch", "dtype": "bfloat16"}, {}, "bfloat16"),
@@ -355,9 +356,7 @@ def test_pages_on_cpus_that_multiply_bfloat16_hold_it(
         tree = {"model": {"path": str(checkpoint), **model}, "cache": cache, "http": {"port": free_port}}
         return Preflight(from_dict(tree), host).check_cache_dtype().detail
 
-    assert f"K and V in {dtype}, " in found(dataclasses.replace(HOST, multiplies_bfloat16=True, has_tiles=True))
-    if "quantize" in model:
-        assert "K and V in float32, " in found(dataclasses.replace(HOST, multiplies_bfloat16=True))
+    assert f"K and V in {dtype}, " in found(dataclasses.replace(HOST, multiplies_bfloat16=True))
     elsewhere = "bfloat16" if model.get("dtype") == "bfloat16" else "float32"  # torch's arithmetic
     assert f"K and V in {elsewhere}, " in found(HOST)
 
@@ -372,7 +371,6 @@ def test_pages_have_no_more_bits_than_what_is_computed(checkpoint: Path, free_po
 
 def test_what_this_host_multiplies_is_what_its_kernels_do() -> None:
     assert this_host().multiplies_bfloat16 == has_bfloat16_products()
-    assert this_host().has_tiles == has_bfloat16_tiles()
 
 
 def test_on_a_gpu_pages_get_a_share_of_what_weights_leave() -> None:

@@ -363,8 +363,9 @@ class Lender:
 engine = helpers.load_engine(sys.argv[1], num_threads=1, cache_dtype=sys.argv[2], quantize=sys.argv[3])
 types = engine.types
 short = {"bfloat16": packed_kernel.BY_TWO, "bfloat16 in tiles": tiles_kernel.IN_TILES}.get(types.multiplied)
-if types.quantized and types.in_tiles:
-    short = tiles_quantized.QUANTIZED_IN_TILES[int(types.quantized[3:])]
+if types.quantized and short:
+    rounded = tiles_quantized.QUANTIZED_IN_TILES if types.in_tiles else packed_kernel.QUANTIZED_BY_TWO
+    short = rounded[int(types.quantized[3:])]
 products = short or packed_kernel.PRODUCTS[getattr(torch, types.stored)]
 of_short = {"by two": attention_short.ATTEND_BY_TWO, "in tiles": attention_short.ATTEND_IN_TILES}.get(types.products)
 fits = engine.layout.head_dim % 32 == 0

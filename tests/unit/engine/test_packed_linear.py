@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tandem.engine.cpu import packed_linear, vector_ir
 from tandem.engine.cpu.modules import FusedGatedMLP
-from tandem.engine.cpu.packed_kernel import BY_TWO, QUANTIZED
+from tandem.engine.cpu.packed_kernel import BY_TWO, QUANTIZED, QUANTIZED_BY_TWO
 from tandem.engine.cpu.packed_linear import PackedLinear, pack
 from tandem.engine.cpu.panels import Rounding
 from tandem.engine.cpu.tiles_kernel import IN_TILES
@@ -68,7 +68,10 @@ def test_weights_of_16_bits_give_the_bits_of_float32(
         assert torch.equal(short(x), wide(x)), f"{rows} rows"
 
 
-@pytest.mark.skipif(not has_bfloat16_products(), reason="this CPU does not multiply bfloat16")
+by_two = pytest.mark.skipif(not has_bfloat16_products(), reason="this CPU does not multiply bfloat16")
+
+
+@by_two
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize(("num_out", "num_in"), [(32, 8), (96, 768), (50, 18), (1, 2), (200, 300)])
 def test_products_by_two_are_of_rounded_rows_and_each_row_is_its_own(
@@ -300,6 +303,55 @@ def test_whole_numbers_of_broken_tiles_become_float32() -> None:
         packed.panels.quantize(Rounding(4, group))
         packed.panels.multiply_short(in_tiles=True)
         assert packed.panels.products is QUANTIZED[4]
+
+
+@by_two
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    ("num_out", "num_in", "group"),
+    [(32, 8, 128), (96, 768, 128), (50, 1048, 128), (200, 296, 64), (40, 8192, 128), (33, 1280, 640), (300, 512, 512)],
+)
+def test_whole_numbers_by_two_meet_rounded_rows_and_each_row_is_its_own(
+    num_out: int, num_in: int, group: int, bits: int
+) -> None:
+    """Groups of 640 are added up in two parts, and so are all more than 512 numbers of 8 bits."""
+    weight, bias = draw(num_out, num_in, seed=1), draw(num_out, seed=2)
+    plain, packed, threaded = (PackedLinear(weight, bias, num_threads) for num_threads in (1, 1, 2))
+    for each in (plain, packed, threaded):
+        each.panels.quantize(Rounding(bits, group))
+    for each in (packed, threaded):
+        each.panels.multiply_short()
+        assert each.panels.products is QUANTIZED_BY_TWO[bits]
+    x = draw(70, num_in, seed=3)
+    exact = x.bfloat16().double() @ (weights_of(plain) - bias[:, None]).double().T + bias.double()
+    alone = torch.cat([packed(row[None]) for row in x])
+    torch.testing.assert_close(alone.double(), exact, rtol=1e-5, atol=2e-5 * num_in**0.5)
+    for rows in (*ROWS, 36, 37, 70):
+        assert torch.equal(packed(x[:rows]), alone[:rows]), f"{rows} rows"
+        assert torch.equal(threaded(x[70 - rows :]), alone[70 - rows :]), f"the last {rows} rows"
+
+
+@by_two
+@pytest.mark.parametrize("bits", [8, 4])
+def test_gated_whole_numbers_by_two_are_the_same_for_each_row_alone(bits: int) -> None:
+    gate, up = (nn.Linear(256, 170, bias=True) for _ in range(2))
+    mlp = FusedGatedMLP(gate, up, nn.Linear(170, 256, bias=False), 1)
+    mlp.panels.quantize(Rounding(bits))
+    x = draw(50, 256, seed=3)
+    near = mlp(x.bfloat16().float())
+    mlp.panels.multiply_short()
+    whole = mlp(x)
+    torch.testing.assert_close(whole, near, rtol=1e-4, atol=1e-4)
+    for first, last in ((0, 1), (1, 3), (11, 23), (49, 50)):
+        assert torch.equal(whole[first:last], mlp(x[first:last])), f"rows from {first} to before {last}"
+
+
+@by_two
+def test_an_odd_number_of_whole_numbers_stays_in_float32() -> None:
+    packed = PackedLinear(draw(40, 17), None, 1)
+    packed.panels.quantize(Rounding(4))
+    packed.panels.multiply_short()
+    assert packed.panels.products is QUANTIZED[8]
 
 
 @pytest.mark.parametrize("bits", [8, 4])

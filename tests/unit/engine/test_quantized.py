@@ -20,7 +20,7 @@ from tandem.core.errors import ConfigError, ModelLoadError, UnsupportedModelErro
 from tandem.engine.cpu.modules import FusedGatedMLP
 from tandem.engine.cpu.packed_linear import PackedLinear
 from tandem.engine.cpu.panels import Panels
-from tandem.engine.cpu.vector_ir import has_bfloat16_tiles
+from tandem.engine.cpu.vector_ir import has_bfloat16_products
 from tandem.engine.engine import Engine, SequenceInput
 from tandem.engine.quantized.scheme import read_scheme
 from tandem.engine.quantized.stored_linear import StoredLinear
@@ -267,11 +267,11 @@ def test_what_is_not_served_is_named(said: dict[str, Any], named: str) -> None:
         read_scheme(said)
 
 
-@pytest.mark.skipif(not has_bfloat16_tiles(), reason="this CPU has no tiles of bfloat16")
-def test_tiles_multiply_it_in_bfloat16_where_that_is_asked_for(quantized: Path) -> None:
+@pytest.mark.skipif(not has_bfloat16_products(), reason="this CPU does not multiply bfloat16")
+def test_it_is_multiplied_in_bfloat16_where_that_is_asked_for(quantized: Path) -> None:
     """Layers that are plain are rounded to it."""
     engine, exact = helpers.load_engine(quantized, dtype="bfloat16"), helpers.load_engine(quantized)
-    assert (engine.linear, engine.layout.dtype) == ("packed int4 in tiles", "bfloat16")
+    assert (engine.linear, engine.layout.dtype) == (f"packed int4 {engine.types.products}", "bfloat16")
     assert {str(panels.numbers.dtype) for panels in panels_of(engine)} == {"torch.int32", "torch.bfloat16"}
     assert engine.weights_sha256 != exact.weights_sha256
     ours, theirs = logits(engine), logits(exact)
@@ -283,7 +283,7 @@ def test_tiles_multiply_it_in_bfloat16_where_that_is_asked_for(quantized: Path) 
 def test_other_arithmetic_is_refused(
     quantized: Path, options: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tandem.engine.cpu.kernels.has_bfloat16_tiles", lambda: False)
+    monkeypatch.setattr("tandem.engine.cpu.kernels.has_bfloat16_products", lambda: False)
     with pytest.raises(ConfigError, match="fewer than 16 bits"):
         helpers.load_engine(quantized, **options)
 

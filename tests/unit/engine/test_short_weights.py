@@ -322,7 +322,14 @@ def save_rounded(model_dir: Path, bits: int, target: Path) -> Path:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kernels", ["vectors", pytest.param("auto", marks=in_tiles)], ids=["vectors", "tiles"])
+@pytest.mark.parametrize(
+    ("dtype", "kernels", "multiplied"),
+    [
+        pytest.param("float32", "auto", "float32", id="widened"),
+        pytest.param("auto", "vectors", loader.SHORT, marks=by_two, id="by two"),
+        pytest.param("auto", "auto", loader.SHORT_IN_TILES, marks=in_tiles, id="in tiles"),
+    ],
+)
 @pytest.mark.parametrize(
     ("arch", "quantize"),
     [
@@ -332,16 +339,16 @@ def save_rounded(model_dir: Path, bits: int, target: Path) -> Path:
     ],
 )
 def test_rounded_weights_are_those_of_linear_layers_and_bits_stay_however_the_work_is_cut(
-    arch: str, quantize: str, kernels: str, tmp_path: Path
+    arch: str, quantize: str, dtype: str, kernels: str, multiplied: str, tmp_path: Path
 ) -> None:
     model_dir = save(tmp_path, arch, "bfloat16")
     engine, threaded = (
-        helpers.load_engine(model_dir, quantize=quantize, num_threads=n, kernels=kernels) for n in (1, 2)
+        helpers.load_engine(model_dir, dtype=dtype, quantize=quantize, num_threads=n, kernels=kernels) for n in (1, 2)
     )
     exact = helpers.load_engine(save_rounded(model_dir, int(quantize[3:]), tmp_path / "rounded"))
-    is_short = kernels == "auto"
-    assert engine.linear == f"packed {quantize}{' in tiles' if is_short else ''}"
-    assert engine.types == Types("float32", "bfloat16", loader.SHORT_IN_TILES if is_short else "float32", quantize)
+    assert engine.types == Types("float32", "bfloat16", multiplied, quantize)
+    is_short = engine.types.multiplies_short
+    assert engine.linear == f"packed {quantize} {engine.types.products}".rstrip()
     assert {numbers.dtype for numbers in panels_of(engine)} == {torch.int8 if quantize == "int8" else torch.int32}
     assert engine.fused == exact.fused
     assert engine.weights_sha256 != exact.weights_sha256
@@ -358,7 +365,8 @@ def test_rounded_weights_are_those_of_linear_layers_and_bits_stay_however_the_wo
     ("asked", "own", "short_products", "multiplied"),
     [
         ("auto", "bfloat16", loader.SHORT_IN_TILES, loader.SHORT_IN_TILES),
-        ("auto", "bfloat16", loader.SHORT, "float32"),
+        ("auto", "bfloat16", loader.SHORT, loader.SHORT),
+        ("auto", "bfloat16", "", "float32"),
         ("auto", "float16", loader.SHORT_IN_TILES, "float32"),
         ("auto", "float32", loader.SHORT_IN_TILES, "float32"),
         ("float32", "bfloat16", loader.SHORT_IN_TILES, "float32"),
@@ -366,7 +374,7 @@ def test_rounded_weights_are_those_of_linear_layers_and_bits_stay_however_the_wo
     ],
 )
 @pytest.mark.parametrize("how", [{"quantize": "int8"}, {"kept_as": "int4"}], ids=str)
-def test_rounded_weights_of_bfloat16_are_multiplied_as_it_in_tiles(
+def test_rounded_weights_of_bfloat16_are_multiplied_as_it(
     asked: str, own: str, short_products: str, multiplied: str, how: dict[str, str]
 ) -> None:
     config = make_config(ModelSpec())
@@ -375,7 +383,7 @@ def test_rounded_weights_of_bfloat16_are_multiplied_as_it_in_tiles(
         asked, config, torch.device("cpu"), tensors=own, can_widen=True, short_products=lambda: short_products, **how
     )
     assert (found.computed, found.multiplied) == ("float32", multiplied)
-    assert found.stored == ("bfloat16" if multiplied == loader.SHORT_IN_TILES else own)
+    assert found.stored == (own if multiplied == "float32" else "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -391,6 +399,6 @@ def test_what_cannot_be_rounded_is_refused(quantize: str, dtype: str, device: st
     with pytest.raises(ConfigError) as refused:
         loader.choose_types(
             dtype, make_config(ModelSpec()), torch.device(device), tensors="float32", quantize=quantize,
-            can_widen=can_widen, short_products=lambda: loader.SHORT,
+            can_widen=can_widen, short_products=str,
         )  # fmt: skip
     assert refused.value.key == key

@@ -26,8 +26,8 @@ def section(content: dict[str, Any]) -> Iterator[str]:
         "with it. Its weights have 16 bits; `float32` computes with them exactly, `bfloat16` rounds what they are "
         "multiplied with, and KV, and what attention multiplies; `int8` and `int4` round them when they are "
         "loaded, and widen them to float32 unless it says bfloat16. With `KV in bfloat16` and `KV in int8` "
-        "(`cache.dtype`) all is as in `float32`, but for what the pages hold. A gate bounds perplexity, by that of float32; divergence, in nats; and of a hundred prompts, how many "
-        "fewer are answered."
+        "(`cache.dtype`) all is as in `float32`, but for what the pages hold. A gate bounds perplexity, by that of "
+        "float32; divergence, in nats; and of a hundred prompts, how many fewer are answered."
     )
     yield ""
     yield "| | perplexity | divergence, nats | same token | recalled | gate |"

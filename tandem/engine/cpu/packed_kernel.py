@@ -14,10 +14,11 @@ and all else is as above, with two numbers for one.
 
 **Whole numbers.** Weights of 8 or 4 bits become float32 in registers, too, and have scales: one for each output, or one
 for each output and `group` of k. The sums of a group are scaled as they are added to those of the groups before. Of 4
-bits eight lie in a word, the first one lowest: `[K / 8][PANEL]`, and a step takes eight numbers of a row. AVX-512
-looks their values up in a register. With AVX2 that takes longer, so for many rows each group is unpacked once, to
-8 bits, for all passes. By two they become bfloat16, exactly: of rows of one pass in registers, of more of them once, in
-the first-level cache. Then some hundred numbers of k are added up at a time, and scaled as a group is.
+bits eight lie in a word, the first one lowest: `[K / 8][PANEL]`, and a step takes eight numbers of a row. AVX-512 looks
+their values up in a register. With AVX2 that takes longer, so for many rows each group is unpacked once, to 8 bits, for
+all passes. By two (`INT4_BY_TWO` has their order in a word then) they become bfloat16, exactly: of rows of one pass in
+registers, of more of them once, in the first-level cache. Some hundred numbers of k are added up at a time there, and
+scaled as a group is.
 
 More rows than one pass takes are copied first, so that the numbers that a pass reads in one step lie together: rows
 that are a power of two apart share few lines of the L1 cache.
@@ -152,11 +153,7 @@ def _emit_pass(
     step_bytes = k.type(PANEL * _ITEM_BYTES[kind])
     vector_bytes = _vec.lanes * (1 if kind == _INT8_BY_TWO else _ITEM_BYTES[kind])
     multiply_add = _vec.fma_by_two if kind in _KINDS_BY_TWO else _vec.fma
-    lowest, without_lowest = (
-        (_vec.lowest_int4_pair, _vec.without_lowest_int4_pair)
-        if kind == _INT4_BY_TWO
-        else (_vec.lowest_int4, _vec.without_lowest_int4)
-    )
+    lowest = _vec.lowest_int4_pair if kind == _INT4_BY_TWO else _vec.lowest_int4
     num_in_step = _NUMBERS_PER_STEP[kind]
 
     def add_products(places: list[Any], weights: list[Any]) -> None:
@@ -177,13 +174,13 @@ def _emit_pass(
         places = [vir.advance(builder, row, x_step, loop.index) for row in rows]
         if num_in_step == 1:
             add_products(places, loaded)
-        elif num_rows == 1:
+        elif num_rows == 1 or kind == _INT4_BY_TWO:
             for index in range(num_in_step):
                 of_number = [vir.offset(builder, place, index * number_bytes) for place in places]
                 add_products(of_number, [lowest(builder, each) for each in loaded])
-                loaded = [without_lowest(builder, each) for each in loaded]
+                loaded = [_vec.without_lowest_int4(builder, each) for each in loaded]
         else:
-            # A loop of its own: beside more sums all numbers of each word have no room in registers.
+            # A loop of its own: beside more sums all float32 of each word have no room in registers.
             words = [cgutils.alloca_once(builder, each.type) for each in loaded]
             for slot, each in zip(words, loaded, strict=True):
                 builder.store(each, slot)
@@ -192,7 +189,7 @@ def _emit_pass(
                 of_number = [vir.advance(builder, place, k.type(number_bytes), inner.index) for place in places]
                 add_products(of_number, [lowest(builder, each) for each in left])
                 for slot, each in zip(words, left, strict=True):
-                    builder.store(without_lowest(builder, each), slot)
+                    builder.store(_vec.without_lowest_int4(builder, each), slot)
     scale_places = vectors_of(scales, scales_bytes, _vec.num_bytes)
     for row, row_sums in enumerate(sums):
         start = vir.advance(builder, y, y_stride, row)

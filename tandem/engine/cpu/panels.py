@@ -11,7 +11,7 @@ from torch import nn
 from tandem.engine.cpu.packed_kernel import BY_TWO, PANEL, PRODUCTS, QUANTIZED, QUANTIZED_BY_TWO, Products
 from tandem.engine.cpu.tiles_kernel import IN_TILES, TILE_NUMBERS
 from tandem.engine.cpu.tiles_quantized import QUANTIZED_IN_TILES
-from tandem.engine.cpu.vector_ir import INT4_PER_WORD, has_bfloat16_tiles
+from tandem.engine.cpu.vector_ir import INT4_BY_TWO, INT4_PER_WORD, has_bfloat16_tiles
 from tandem.engine.huge_pages import weight_memory
 
 #: Of 4 bits, so many weights of an output have a scale in common.
@@ -80,6 +80,9 @@ class Panels:
                 self._count_steps(QUANTIZED_IN_TILES[bits], group)
             elif not self._num_in % 2:
                 self._count_steps(QUANTIZED_BY_TWO[bits], group)
+            if bits == 4:
+                for panel in self.numbers:
+                    panel.copy_(_by_two(panel))
             return
         if self.numbers.dtype is not torch.bfloat16 or self._num_in % 2:
             return
@@ -131,6 +134,14 @@ def _round(weights: torch.Tensor, bits: int, cuts: Sequence[float]) -> tuple[tor
         error = ((weights / scale).round().clamp(-most - 1, most) * scale - weights).square().sum(dim=2, keepdim=True)
         best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
     return best, (weights / best).round().clamp(-most - 1, most)
+
+
+def _by_two(words: torch.Tensor) -> torch.Tensor:
+    """As `INT4_BY_TWO` says, what has the first number lowest."""
+    found = torch.zeros_like(words)
+    for place, index in enumerate(INT4_BY_TWO):
+        found |= (words >> 4 * index & 15) << 4 * place
+    return found
 
 
 def _in_words(whole: torch.Tensor) -> torch.Tensor:

@@ -46,8 +46,8 @@ def _emit_unpack_int4(builder: Any, panel: Any, numbers: Any, target: Any) -> No
             vir.prefetch(builder, vir.offset(builder, place, BYTES_AHEAD))
             packed = _VEC.load_integers(builder, place)
             for pair in range(_WORD // 2):
-                both = builder.lshr(packed, _VEC.integers(8 * pair)) if pair else packed
-                found = _VEC.lowest_int4_pair(builder, both)
+                left = builder.lshr(packed, _VEC.integers(4 * pair)) if pair else packed
+                found = _VEC.lowest_int4_pair(builder, left)
                 vir.store_bits(builder, found, vir.offset(builder, to, pair * _PAIR_BYTES + n * _VEC.num_bytes))
 
 

@@ -30,6 +30,9 @@ _log = logging.getLogger(__name__)
 SHORT_BYTES = 2
 #: Whole numbers of 4 bits that lie in a word of 32.
 INT4_PER_WORD = 8
+#: Which of eight lies where in a word that is read by two, the lowest bits first: of each pair the first number is in
+#: the low half, where the second is in the high one.
+INT4_BY_TWO = (0, 2, 4, 6, 1, 3, 5, 7)
 #: What their bits mean.
 INT4_VALUES = [float(number if number < 8 else number - 16) for number in range(16)]
 
@@ -328,20 +331,14 @@ class Vectors:
         return builder.lshr(words, self.integers(4))
 
     def lowest_int4_pair(self, builder: Any, words: Any) -> Any:
-        """The whole numbers that the lowest two of each word's eight are, as pairs of bfloat16 as `load_int8_pairs` has
-        them. For vectors of sixteen."""
+        """The whole numbers that the lowest four bits of each half of a word are, as pairs of bfloat16, exactly. For
+        vectors of sixteen."""
         halves = ir.VectorType(_SHORT, 2 * self.lanes)
+        # What is above five bits of an index does not count, and the table has all twice.
         table = ir.Constant(halves, [_short_bits(value) for value in INT4_VALUES] * 2)
         signature = ir.FunctionType(halves, [halves, halves])
         look_up = cgutils.get_or_insert_function(builder.module, signature, "llvm.x86.avx512.permvar.hi.512")
-        # Four bits to the lowest of each half; what is above five bits does not count, and the table has all twice.
-        low = builder.and_(words, self.integers(0xFFFF))
-        high = builder.and_(builder.shl(words, self.integers(12)), self.integers(_UPPER_HALF))
-        found = builder.call(look_up, [table, builder.bitcast(builder.or_(low, high), halves)])
-        return builder.bitcast(found, self.type)
-
-    def without_lowest_int4_pair(self, builder: Any, words: Any) -> Any:
-        return builder.lshr(words, self.integers(8))
+        return builder.bitcast(builder.call(look_up, [table, builder.bitcast(words, halves)]), self.type)
 
     def int4_as_bytes(self, builder: Any, *words: Any) -> list[Any]:
         """Of two vectors of words: for each place in a word the whole numbers there, of all lanes, as bytes."""

@@ -297,12 +297,12 @@ def test_gated_whole_numbers_in_tiles_are_the_same_for_each_row_alone(bits: int)
 
 
 @in_tiles
-def test_whole_numbers_of_broken_tiles_become_float32() -> None:
+def test_whole_numbers_of_broken_tiles_are_multiplied_by_two() -> None:
     for num_in, group in ((48, 48), (96, 48)):
         packed = PackedLinear(draw(40, num_in), None, 1)
         packed.panels.quantize(Rounding(4, group))
         packed.panels.multiply_short(in_tiles=True)
-        assert packed.panels.products is QUANTIZED[4]
+        assert packed.panels.products is QUANTIZED_BY_TWO[4]
 
 
 @by_two

@@ -80,7 +80,6 @@ _MOST_STEPS = (_ANY, _ANY, _ANY, _ANY, _ANY, _ANY, MOST_UNPACKED // 2, MOST_UNPA
 # Of a row's outputs of one panel.
 _OUTPUT_BYTES = PANEL * FLOAT_BYTES
 
-_LINE_FLOATS = LINE_BYTES // FLOAT_BYTES
 _LANES, _SHORT_BYTES, _WORD = _vec.lanes, vir.SHORT_BYTES, vir.INT4_PER_WORD
 # Fewer rows are rounded by one thread: the start of others costs more than it saves.
 _ROWS_TO_SHARE = 64
@@ -352,6 +351,25 @@ def _emit_unpack(builder: Any, packed: Any, steps: Any, target: Any) -> None:
             vir.store_bits(builder, numbers, vir.offset(builder, to, index * PANEL))
 
 
+def _emit_put(builder: Any, num_rows: Any, x: Any, x_stride: Any, vectors: Any, y: Any) -> None:
+    """Of so many rows of a pass so many vectors each, as `[K][rows]`."""
+    end = builder.append_basic_block("end")
+    choice = builder.switch(num_rows, end)
+    for count in range(MAX_ROWS // 2, MAX_ROWS + 1):
+        block = builder.append_basic_block(f"rows_{count}")
+        choice.add_case(num_rows.type(count), block)
+        builder.position_at_end(block)
+        with cgutils.for_range(builder, vectors) as loop:
+            column = vir.advance(builder, x, vectors.type(_vec.num_bytes), loop.index)
+            rows = [_vec.load(builder, vir.advance(builder, column, x_stride, row)) for row in range(count)]
+            rows += [_vec.constant(0.0)] * (_vec.lanes - count)
+            target = vir.advance(builder, y, vectors.type(_vec.lanes * count * FLOAT_BYTES), loop.index)
+            for step, numbers in enumerate(vir.transposed(builder, rows)):
+                _vec.store_part(builder, numbers, 0, count, vir.offset(builder, target, step * count * FLOAT_BYTES))
+        builder.branch(end)
+    builder.position_at_end(end)
+
+
 #: Adds the bias of a panel (second address) to a row's outputs.
 add_bias = vir.kernel(2, 0, types.void, _emit_add)
 #: A row's outputs of one panel (first address) to the second.
@@ -363,6 +381,7 @@ gate = vir.kernel(2, 0, types.void, _emit_gate)
 #: So many vectors (third) of the first address as bfloat16 to the second.
 _round = vir.kernel(3, 0, types.void, _emit_round)
 _round_one = vir.kernel(2, 0, types.void, _emit_round_one)
+_put = vir.kernel(5, 0, types.void, _emit_put)
 _unpack = vir.kernel(3, 0, types.void, vir.apart("unpack_int4", _emit_unpack))
 
 
@@ -529,13 +548,13 @@ def _put_together(first, end, arguments):  # type: ignore[no-untyped-def] # prag
     for index in range(first, end):
         row = _first_row(index, num_passes, num_rows)
         count = _first_row(index + 1, num_passes, num_rows) - row
-        # A cache line of each row at a time: what is written lies close together then.
-        for begin in range(0, k, _LINE_FLOATS):
-            for member in range(count):
-                source = float32s(x + (row + member) * x_stride + begin * FLOAT_BYTES)
-                target = float32s(y + (row * k + begin * count + member) * FLOAT_BYTES)
-                for step in range(min(_LINE_FLOATS, k - begin)):
-                    target[step * count] = source[step]
+        num_vectors = k // _LANES
+        _put(count, x + row * x_stride, x_stride, num_vectors, y + row * k * FLOAT_BYTES)
+        target = float32s(y + row * k * FLOAT_BYTES)
+        for member in range(count):
+            source = float32s(x + (row + member) * x_stride)
+            for step in range(num_vectors * _LANES, k):
+                target[step * count + member] = source[step]
 
 
 def _round_rows(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled

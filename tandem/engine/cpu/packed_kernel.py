@@ -351,23 +351,35 @@ def _emit_unpack(builder: Any, packed: Any, steps: Any, target: Any) -> None:
             vir.store_bits(builder, numbers, vir.offset(builder, to, index * PANEL))
 
 
-def _emit_put(builder: Any, num_rows: Any, x: Any, x_stride: Any, vectors: Any, y: Any) -> None:
-    """Of so many rows of a pass so many vectors each, as `[K][rows]`."""
-    end = builder.append_basic_block("end")
-    choice = builder.switch(num_rows, end)
-    for count in range(MAX_ROWS // 2, MAX_ROWS + 1):
-        block = builder.append_basic_block(f"rows_{count}")
-        choice.add_case(num_rows.type(count), block)
-        builder.position_at_end(block)
-        with cgutils.for_range(builder, vectors) as loop:
-            column = vir.advance(builder, x, vectors.type(_vec.num_bytes), loop.index)
-            rows = [_vec.load(builder, vir.advance(builder, column, x_stride, row)) for row in range(count)]
-            rows += [_vec.constant(0.0)] * (_vec.lanes - count)
-            target = vir.advance(builder, y, vectors.type(_vec.lanes * count * FLOAT_BYTES), loop.index)
-            for step, numbers in enumerate(vir.transposed(builder, rows)):
-                _vec.store_part(builder, numbers, 0, count, vir.offset(builder, target, step * count * FLOAT_BYTES))
-        builder.branch(end)
-    builder.position_at_end(end)
+def _put_of(*, rounds: bool) -> Callable[..., None]:
+    """Of so many rows of a pass so many vectors each, as `[K][rows]`; or rounded to bfloat16, a pair for each lane, as
+    `[K / 2][rows]`. Arguments: rows, x, the distance of its rows in bytes, vectors, y."""
+
+    def load(builder: Any, place: Any) -> Any:
+        low = _vec.load(builder, place)
+        if not rounds:
+            return low
+        high = _vec.load(builder, vir.offset(builder, place, _vec.num_bytes))
+        return builder.bitcast(_vec.rounded(builder, low, high), _vec.type)
+
+    def emit(builder: Any, num_rows: Any, x: Any, x_stride: Any, vectors: Any, y: Any) -> None:
+        end = builder.append_basic_block("end")
+        choice = builder.switch(num_rows, end)
+        for count in range(MAX_ROWS // 2, MAX_ROWS + 1):
+            block = builder.append_basic_block(f"rows_{count}")
+            choice.add_case(num_rows.type(count), block)
+            builder.position_at_end(block)
+            with cgutils.for_range(builder, vectors) as loop:
+                column = vir.advance(builder, x, vectors.type(_vec.num_bytes * (2 if rounds else 1)), loop.index)
+                rows = [load(builder, vir.advance(builder, column, x_stride, row)) for row in range(count)]
+                rows += [_vec.constant(0.0)] * (_vec.lanes - count)
+                target = vir.advance(builder, y, vectors.type(_vec.lanes * count * FLOAT_BYTES), loop.index)
+                for step, numbers in enumerate(vir.transposed(builder, rows)):
+                    _vec.store_part(builder, numbers, 0, count, vir.offset(builder, target, step * count * FLOAT_BYTES))
+            builder.branch(end)
+        builder.position_at_end(end)
+
+    return vir.kernel(5, 0, types.void, emit)
 
 
 #: Adds the bias of a panel (second address) to a row's outputs.
@@ -381,7 +393,7 @@ gate = vir.kernel(2, 0, types.void, _emit_gate)
 #: So many vectors (third) of the first address as bfloat16 to the second.
 _round = vir.kernel(3, 0, types.void, _emit_round)
 _round_one = vir.kernel(2, 0, types.void, _emit_round_one)
-_put = vir.kernel(5, 0, types.void, _emit_put)
+_put, _put_rounded = _put_of(rounds=False), _put_of(rounds=_HAS_BY_TWO)
 _unpack = vir.kernel(3, 0, types.void, vir.apart("unpack_int4", _emit_unpack))
 
 
@@ -557,6 +569,23 @@ def _put_together(first, end, arguments):  # type: ignore[no-untyped-def] # prag
                 target[step * count + member] = source[step]
 
 
+def _round_together(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """As `_put_together`, of pairs of numbers that are rounded to bfloat16; `k` counts these."""
+    x, x_stride, num_rows, k, y = _five_words(arguments)
+    num_passes = _num_passes(num_rows)
+    for index in range(first, end):
+        row = _first_row(index, num_passes, num_rows)
+        count = _first_row(index + 1, num_passes, num_rows) - row
+        num_vectors, place = k // _LANES, y + row * k * FLOAT_BYTES
+        _put_rounded(count, x + row * x_stride, x_stride, num_vectors, place)
+        for member in range(count):
+            for step in range(num_vectors * _LANES, k):
+                source = x + (row + member) * x_stride + 2 * step * FLOAT_BYTES
+                target = place + (step * count + member) * FLOAT_BYTES
+                _round_one(source, target)
+                _round_one(source + FLOAT_BYTES, target + _SHORT_BYTES)
+
+
 def _round_rows(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """Rows `[first, end)` of `x[num_rows, k]` as bfloat16; strides in bytes."""
     x, x_stride, k, y, y_stride = _five_words(arguments)
@@ -665,8 +694,8 @@ def _multiply_gated_int4_by_two(first, end, arguments):  # type: ignore[no-untyp
 
 
 _five_words, _ten_words, _eleven_words = words(5), words(10), words(11)
-#: Its items are passes.
-put_together = Kernel(_put_together, "i" * 5)
+#: Their items are passes.
+put_together, round_together = Kernel(_put_together, "i" * 5), Kernel(_round_together, "i" * 5)
 
 
 #: Its items are rows.
@@ -700,20 +729,16 @@ class Products:
             x: address of `[num_rows, k]`, rows `x_stride` bytes apart.
             arranged: address of memory for `[num_rows, arranged_features]`.
         """
-        before: tuple[bytes, ...] = ()
-        if self.rounds:
-            # Rows that stay are a line further apart where there are many: at powers of two they share few lines of
-            # the L1 cache.
-            apart = LINE_BYTES if self.in_rows and num_rows > MAX_ROWS else 0
-            stride = k * vir.SHORT_BYTES + apart
-            before = (round_rows.call(num_rows, x, x_stride, k, arranged, stride),)
-            k //= 2
-            x, x_stride = arranged, stride
-            arranged += num_rows * stride
-        if num_rows <= MAX_ROWS or self.in_rows:
-            return before, x, x_stride
-        together = put_together.call(_num_passes.py_func(num_rows), x, x_stride, num_rows, k, arranged)
-        return (*before, together), arranged, 0
+        if num_rows > MAX_ROWS and not self.in_rows:
+            put, numbers = (round_together, k // 2) if self.rounds else (put_together, k)
+            return (put.call(_num_passes.py_func(num_rows), x, x_stride, num_rows, numbers, arranged),), arranged, 0
+        if not self.rounds:
+            return (), x, x_stride
+        # Rows that stay are a line further apart where there are many: at powers of two they share few lines of the L1
+        # cache.
+        apart = LINE_BYTES if num_rows > MAX_ROWS else 0
+        stride = k * vir.SHORT_BYTES + apart
+        return (round_rows.call(num_rows, x, x_stride, k, arranged, stride),), arranged, stride
 
 
 def _products(plain: Callable[..., None], gated: Callable[..., None], **options: Any) -> Products:

@@ -367,13 +367,15 @@ if types.quantized and short:
     rounded = tiles_quantized.QUANTIZED_IN_TILES if types.in_tiles else packed_kernel.QUANTIZED_BY_TWO
     short = rounded[int(types.quantized[3:])]
 products = short or packed_kernel.PRODUCTS[getattr(torch, types.stored)]
+put = packed_kernel.round_together if products.rounds else packed_kernel.put_together
+put = () if products.in_rows else (put,)
 of_short = {"by two": attention_short.ATTEND_BY_TWO, "in tiles": attention_short.ATTEND_IN_TILES}.get(types.products)
 fits = engine.layout.head_dim % 32 == 0
 KERNELS = (products.multiply, products.multiply_gated, layer_kernels.normalize_rows,
            layer_kernels.PLACE_HEADS[engine.layout.dtype], layer_kernels.add_rows, layer_kernels.gather_rows,
            layer_kernels.GATHER[getattr(torch, engine.types.stored)],
            of_short if of_short and fits else attention_kernel.ATTEND[engine.layout.dtype],
-           *((packed_kernel.round_rows,) if short else ()))
+           *((packed_kernel.round_rows,) if short else ()), *put)
 
 def compiled():
     kernels = ["_address" in vars(kernel) for kernel in KERNELS]

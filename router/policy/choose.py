@@ -44,6 +44,7 @@ from router.policy.candidates import (
 )
 from router.policy.costs import (
     batch_cost,
+    beside_pairs,
     cost_alone,
     decode_class,
     delay_behind,
@@ -204,7 +205,8 @@ def _for_pooling(snapshot: Snapshot, wishes: Wishes) -> WorkerLoad:
 
 
 def _computes_alone(snapshot: Snapshot, facts: RequestFacts) -> WorkerKey | None:
-    """The decode worker that would have a new prompt computed as soon as any prefill worker; `None`: hand it off.
+    """The decode worker that would have a new prompt computed before any prefill worker, or as soon while nobody is at
+    it; `None`: hand it off.
 
     Only workers with a KV format that both pools have count, because only they could take part in a handoff.
     """
@@ -225,9 +227,10 @@ def _computes_alone(snapshot: Snapshot, facts: RequestFacts) -> WorkerKey | None
     for worker in few:
         if has_room(worker, facts):
             wait = steps_cost(snapshot, worker, worker.num_queued_tokens + num_tokens)
-            costs[worker.key] = is_late(snapshot, facts, wait), wait + delay_beside(snapshot, worker, num_tokens)
+            counted = beside_pairs(snapshot, worker, num_tokens, wait) + delay_beside(snapshot, worker, num_tokens)
+            costs[worker.key] = is_late(snapshot, facts, wait), counted
     best = min(costs, key=lambda key: costs[key], default=None)
-    return best if best is not None and costs[best] <= at_prefill else None
+    return best if best is not None and costs[best] < at_prefill else None
 
 
 # --- decode alone, as there are no prefill workers -----------------------------------------------------------------
@@ -291,9 +294,12 @@ def _cheapest(
     lone_cost = alone_costs[lone.key] + batch_costs[lone.key]
     if lone_cost < math.inf:
         is_broken, num_avoided, pair_cost = cost(*best)
-        beside = delay_beside(snapshot, lone, own_cost(snapshot, facts, lone.key))
+        own = own_cost(snapshot, facts, lone.key)
+        beside = delay_beside(snapshot, lone, own)
         of_pair = is_broken, num_avoided, is_late(snapshot, facts, pair_cost), pair_cost + delay_behind(best[0])
-        of_lone = False, lone.key in wishes.avoid, is_late(snapshot, facts, lone_cost), lone_cost + beside
+        of_lone = False, lone.key in wishes.avoid, is_late(snapshot, facts, lone_cost), (
+            beside_pairs(snapshot, lone, own, lone_cost) + beside
+        )
     if lone_cost < math.inf and of_lone < of_pair:
         is_held = facts.prefix.is_at(lone.key)
         num_left = facts.num_prompt_tokens - facts.prefix.num_ready(lone.key)

@@ -16,9 +16,16 @@ from tandem.core.identity import WorkerKey
 from tandem.core.pages import pages_for
 
 # What a prompt token costs in a decode step, relative to one in a prefill worker's chunk, at least, and where nothing
-# is known of its steps. With a lower factor decode would take prompts for which prefill has time soon. Where nobody is
-# at it, it counts as quick as prefill up to there: what steps will take is not foreseen any better.
+# is known of its steps. With a lower factor decode would take prompts for which prefill has time soon.
 _SMALL_STEP_COST = 1.2
+# By so much more a decode worker that nobody is at may take than prefill: it saves the handoff, and steps are not
+# foreseen any better.
+_AS_SOON = 1.2
+# Prefill's speed, learnt from so many tokens, is known for prompts of so many times as many: what a few took was the
+# step rather than they.
+_KNOWN_TIMES = 4
+# One of whose steps nothing is known is tried with prompts that prefill computes in so many seconds.
+_TRIED_S = 2.0
 # By what share of a prompt's computation its pages may come later than it ends before another pair is looked for.
 _NOTABLE = 0.25
 # What it costs to send a token's pages, relative to its computation, where nothing is known of the way: little.
@@ -103,15 +110,24 @@ def may_be_slow(facts: RequestFacts) -> bool:
 
 
 def steps_cost(snapshot: Snapshot, worker: WorkerLoad, num_tokens: int) -> float:
-    """Of so many prompt tokens in the steps of a decode worker that has time and a place.
-
-    While prefill's speed is not known, none counts as quick as prefill: else a slow one could be taken for ever.
-    """
+    """Of so many prompt tokens in the steps of a decode worker that has time and a place."""
     meanwhile = snapshot.prefill_tokens_per_s * worker.prompt_steps.seconds(num_tokens)
-    least = _SMALL_STEP_COST * num_tokens
-    if not worker.num_active and snapshot.prefill_tokens_per_s and meanwhile <= least:
-        return num_tokens
-    return max(least, meanwhile)
+    return max(num_tokens if _is_lone(snapshot, worker, num_tokens) else _SMALL_STEP_COST * num_tokens, meanwhile)
+
+
+def beside_pairs(snapshot: Snapshot, worker: WorkerLoad, num_tokens: float, cost: float) -> float:
+    """What the cost of so many prompt tokens at a decode worker counts as beside that of a handoff."""
+    return cost / _AS_SOON if _is_lone(snapshot, worker, num_tokens) else cost
+
+
+def _is_lone(snapshot: Snapshot, worker: WorkerLoad, num_tokens: float) -> bool:
+    """Whether a decode worker that nobody is at is as good a place for so many prompt tokens as prefill, if it is as
+    quick. Only where both speeds are known, or little is risked: else a slow one could be taken again and again, and
+    prefill's speed, which is not seen then, never be put right."""
+    if worker.num_active or num_tokens > _KNOWN_TIMES * snapshot.num_prefill_tokens_known:
+        return False
+    steps = worker.prompt_steps
+    return steps.token_s + steps.step_s > 0 or num_tokens <= _TRIED_S * snapshot.prefill_tokens_per_s
 
 
 def delay_behind(worker: WorkerLoad) -> float:

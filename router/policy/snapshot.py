@@ -57,6 +57,8 @@ class Snapshot:
         is_decode_coming: as `is_prefill_coming`.
         links: only of pairs that are worth noting: slow or broken. Of the others nothing is known that would matter.
         prefill_tokens_per_s: that a prefill worker computes; 0 where none has yet.
+        num_prefill_tokens_known: from so many tokens that was learnt of late; 0 where prefill has computed none for a
+            while.
         tier_reads: by worker, as far as that is known.
         share: decides between equals.
         is_colocated: the cluster has no prefill workers: decode workers compute all prompts. `prefill_tokens_per_s` is
@@ -69,6 +71,7 @@ class Snapshot:
     is_decode_coming: bool = False
     links: Mapping[Pair, Link] = field(default_factory=dict)
     prefill_tokens_per_s: float = 0.0
+    num_prefill_tokens_known: float = 0.0
     tier_reads: Mapping[WorkerKey, TierReads] = field(default_factory=dict)
     share: Share = ALONE
     is_colocated: bool = False

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from router.policy.snapshot import TierReads
 
-#: What mixed steps and reads from tiers take holds so long without another figure.
+#: What reads from tiers take holds so long without another figure, and how fast prefill is counts as seen.
 REMEMBERED_S = 30.0
 # Of what was noted before, with each new note.
 _KEPT = 15 / 16
@@ -38,6 +38,10 @@ class Learnt:
     def at(self, now_s: float) -> float:
         """0: it is not known."""
         return self._amount / self._per if self._per and self._holds(now_s) else 0.0
+
+    def known_from(self, now_s: float) -> float:
+        """So much was noted, the newest counting most; 0 where nothing was for a while."""
+        return self._amount if now_s - self._noted_s <= REMEMBERED_S else 0.0
 
     def _holds(self, now_s: float) -> bool:
         return now_s - self._noted_s <= self._holds_s

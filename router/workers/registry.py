@@ -205,6 +205,7 @@ class WorkerRegistry:
             is_decode_coming=knows_none or len(decode) < self._num_members[Role.DECODE],
             links=self.links,
             prefill_tokens_per_s=self._prefill_tokens_per_s,
+            num_prefill_tokens_known=self._prefill_speed.known_from(self._clock.now()),
             tier_reads=self._tier_reads,
             share=self._share,
             is_colocated=self.is_colocated,

@@ -130,8 +130,11 @@ class Types:
 
     @property
     def widens(self) -> bool:
-        """Whether weights have fewer bits in memory than they are multiplied in."""
-        return self.multiplied == "float32" and (bool(self.quantized) or self.stored != "float32")
+        """Whether weights have fewer bits in memory than they are multiplied in, and become as many for few rows: in
+        tiles they do so once for many."""
+        if self.quantized:
+            return not self.in_tiles
+        return self.multiplied == "float32" and self.stored != "float32"
 
     @property
     def multiplies_short(self) -> bool:

@@ -135,7 +135,7 @@ def simulate(plan: Plan, types: dict[str, TypeSpec], pools: Pools, *, whole: boo
     return Kept(
         both=kept_both / num, ttft=kept_ttft / num, tpot=kept_tpot / num, is_whole=is_whole,
         busy_prefill=busy_s / last_first_token_s / pools.num_prefill,
-        decode_batch=sum(work.num_tokens for work in decode) / max(1, sum(work.num_steps for work in decode)),
+        decode_batch=sum(work.num_rows for work in decode) / max(1, sum(work.num_steps for work in decode)),
         rate=_rate(load),
     )  # fmt: skip
 

@@ -132,6 +132,7 @@ class Known:
             links=self._links,
             tier_reads=self._tier_reads,
             prefill_tokens_per_s=self._prompt_speed.at(self._kernel.now_s),
+            num_prefill_tokens_known=self._prompt_speed.known_from(self._kernel.now_s),
             share=self._share,
             is_colocated=self._shape.is_colocated,
         )

@@ -41,6 +41,15 @@ def two_by_two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessClus
 
 
 @pytest.fixture(scope="module")
+def handing_off(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
+    """1P1D in which every prompt is handed off, also a lone one."""
+    config = {**SERVED, "scheduling": {"mixed_pool": False}}
+    with running(tmp_path_factory.mktemp("handing-off"), config=config) as cluster:
+        yield cluster
+        cluster.wait_idle()
+
+
+@pytest.fixture(scope="module")
 def oracle() -> Any:
     """The embedded model in transformers itself: float32, eager attention."""
     model = AutoModelForCausalLM.from_pretrained(
@@ -64,16 +73,20 @@ def references() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("case", references(), ids=lambda case: f"{len(case['prompt_token_ids'])}-tokens")
 @pytest.mark.parametrize("ask", [complete, stream], ids=["whole", "streamed"])
-def test_the_embedded_model_gives_its_reference_text(cluster: ProcessCluster, case: dict[str, Any], ask: Any) -> None:
-    answer = ask(cluster.url, case["prompt_token_ids"], max_tokens=96)
+def test_the_embedded_model_gives_its_reference_text(
+    handing_off: ProcessCluster, case: dict[str, Any], ask: Any
+) -> None:
+    before = handing_off.metric("tandem_handoff_seconds_count")
+    answer = ask(handing_off.url, case["prompt_token_ids"], max_tokens=96)
+    assert handing_off.metric("tandem_handoff_seconds_count") == before + (len(case["token_ids"]) > 1)
     assert answer.token_ids == [case["token_ids"]]
     assert answer.texts == [case["text"]]
     assert answer.finish_reasons == [case["finish_reason"]]
 
 
 @pytest.mark.parametrize("case", [c for c in references() if "messages" in c], ids=["story", "recall"])
-def test_a_chat_gives_its_reference_text(cluster: ProcessCluster, case: dict[str, Any]) -> None:
-    with OpenAI(base_url=f"{cluster.url}/v1", api_key="unused") as client:
+def test_a_chat_gives_its_reference_text(handing_off: ProcessCluster, case: dict[str, Any]) -> None:
+    with OpenAI(base_url=f"{handing_off.url}/v1", api_key="unused") as client:
         whole = client.chat.completions.create(model="any", messages=case["messages"], max_tokens=96, temperature=0)
         pieces = client.chat.completions.create(
             model="any", messages=case["messages"], max_tokens=96, temperature=0, stream=True

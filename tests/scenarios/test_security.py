@@ -43,11 +43,15 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def secured(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> Iterator[ProcessCluster]:
-    """1P1D under TLS; the test's own process is its supervisor."""
+    """1P1D under TLS, in which every prompt is handed off; the test's own process is its supervisor."""
     config = SecurityConfig("on", str(certificates))
     before = security.current()
     security.configure(config, PeerRole.SUPERVISOR, "127.0.0.1")
-    sections = {"model": {"served_names": ["*"]}, "security": {"tls": config.tls, "certificates": config.certificates}}
+    sections = {
+        "model": {"served_names": ["*"]},
+        "scheduling": {"mixed_pool": False},
+        "security": {"tls": config.tls, "certificates": config.certificates},
+    }
     try:
         with running(tmp_path_factory.mktemp("tls"), config=sections) as cluster:
             yield cluster
@@ -71,6 +75,7 @@ def test_it_serves_as_ever(secured: ProcessCluster, ask: Any) -> None:
         answer = ask(secured.url, case["prompt_token_ids"], max_tokens=96)
         assert answer.token_ids == [case["token_ids"]]
         assert answer.texts == [case["text"]]
+    assert secured.metric("tandem_handoff_seconds_count") >= 3
     secured.wait_idle()
 
 

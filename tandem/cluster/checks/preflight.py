@@ -283,8 +283,8 @@ class Preflight:
             may_be_short = self.config.model.dtype == "bfloat16" and (self._multiplies_bfloat16 or not self.local)
             if self.config.model.dtype not in ("auto", "float32") and not may_be_short:
                 said = (
-                    f"{facts.name} comes quantised, and is computed in float32, or in bfloat16 on CPUs that have tiles "
-                    "for it (AMX); leave model.dtype out"
+                    f"{facts.name} comes quantised, and is computed in float32, or in bfloat16 on CPUs that multiply "
+                    "that (AVX512_BF16); leave model.dtype out"
                 )
                 raise ConfigError(said, key="model.dtype")
         if not self.config.pools.prefill.at_first and read_pooling(facts.directory) is not None:

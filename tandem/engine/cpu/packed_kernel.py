@@ -17,16 +17,17 @@ for each output and `group` of k. The sums of a group are scaled as they are add
 bits eight lie in a word, the first one lowest: `[K / 8][PANEL]`, and a step takes eight numbers of a row. AVX-512 looks
 their values up in a register. With AVX2 that takes longer, so for many rows each group is unpacked once, to 8 bits, for
 all passes. By two (`INT4_BY_TWO` has their order in a word then) they become bfloat16, exactly: of rows of one pass in
-registers, of more of them once, in the first-level cache. Some hundred numbers of k are added up at a time there, and
-scaled as a group is.
+registers, of more of them once, in memory that stays in the nearest caches. Some hundred numbers of k are added up at a
+time there, and scaled as a group is.
 
 More rows than one pass takes are copied first, so that the numbers that a pass reads in one step lie together: rows
 that are a power of two apart share few lines of the L1 cache.
 
 One row or two would wait for their sums, of which a panel has too few: they take several panels at once.
 
-Each output is one chain of fused multiply-adds over ascending `k`, whatever else is computed beside it: a row's result
-does not depend on the other rows, on their number, on the threads or on the vectors' length.
+Each output is one chain of fused multiply-adds over ascending `k`, or one for each group or part that is scaled,
+whatever else is computed beside it: a row's result does not depend on the other rows, on their number, on the threads
+or on the vectors' length.
 """
 
 from __future__ import annotations
@@ -58,6 +59,9 @@ PANEL = _NUM_VECTORS * _vec.lanes
 _FLOAT32, _BFLOAT16, _FLOAT16, _BY_TWO, _INT8, _INT4, _INT8_BY_TWO, _INT4_BY_TWO = range(8)
 # By two, with scales: what whole numbers are unpacked to.
 _UNPACKED_BY_TWO = 8
+# Of CPUs without the instruction nothing calls that, and another one stands for it.
+_HAS_BY_TWO = vir.has_bfloat16_products()
+_UNPACKED = _UNPACKED_BY_TWO if _HAS_BY_TWO else _INT8
 _KINDS_BY_TWO = (_BY_TWO, _INT8_BY_TWO, _INT4_BY_TWO, _UNPACKED_BY_TWO)
 _LOADS: Mapping[int, Callable[..., Any]] = {
     _FLOAT32: _vec.load,
@@ -80,7 +84,7 @@ _MOST_STEPS = (_ANY, _ANY, _ANY, _ANY, _ANY, _ANY, MOST_UNPACKED // 2, MOST_UNPA
 # Of a row's outputs of one panel.
 _OUTPUT_BYTES = PANEL * FLOAT_BYTES
 
-_LANES, _SHORT_BYTES, _WORD = _vec.lanes, vir.SHORT_BYTES, vir.INT4_PER_WORD
+_LANES, _SHORT_BYTES = _vec.lanes, vir.SHORT_BYTES
 # Fewer rows are rounded by one thread: the start of others costs more than it saves.
 _ROWS_TO_SHARE = 64
 
@@ -100,34 +104,37 @@ _ROWS_TO_UNPACK = (
 _STEPS_AHEAD = 64
 
 
-def _make_tile(
-    rows: range, kind: int, *, together: bool, ahead: bool, num_panels: int = 1
-) -> Callable[..., None]:
+def _pass_of(rows: range, *, together: bool, ahead: bool, num_panels: int = 1) -> Callable[..., None]:
     """A kernel for a number of rows out of `rows` (of any other it computes nothing), and a panel.
 
-    Its arguments are counts and addresses: how many rows; x, the distance of its rows in bytes, the panel, its steps,
-    the outputs, the distance of their rows in bytes; where to prefetch from, and by how many bytes to go on with each
-    step; the scales, where there are any: then the outputs are added to; how many bytes panels, and their scales, are
-    apart.
+    Its arguments are the kind of weights, a constant, then counts and addresses: how many rows; x, the distance of its
+    rows in bytes, the panel, its steps, the outputs, the distance of their rows in bytes; where to prefetch from, and
+    by how many bytes to go on with each step; the scales, where there are any: then the outputs are added to; how many
+    bytes panels, and their scales, are apart.
 
     Args:
-        kind: of weights.
         together: whether x is `[K][rows]`, and not rows some distance apart.
         num_panels: at once.
     """
 
-    def emit(builder: Any, num_rows: Any, *arguments: Any) -> None:
-        end = builder.append_basic_block("end")
-        choice = builder.switch(num_rows, end)
-        for count in rows:
-            block = builder.append_basic_block(f"rows_{count}")
-            choice.add_case(num_rows.type(count), block)
-            builder.position_at_end(block)
-            _emit_pass(builder, count, kind, together, ahead, num_panels, *arguments)
-            builder.branch(end)
-        builder.position_at_end(end)
+    def emit_of(kind: int) -> Callable[..., None]:
+        return partial(_emit_passes, rows, kind, together, ahead, num_panels)
 
-    return vir.kernel(12, 0, types.void, emit)
+    return vir.kernel_by_kind(12, 0, types.void, emit_of)
+
+
+def _emit_passes(
+    rows: range, kind: int, together: bool, ahead: bool, num_panels: int, builder: Any, num_rows: Any, *arguments: Any
+) -> None:
+    end = builder.append_basic_block("end")
+    choice = builder.switch(num_rows, end)
+    for count in rows:
+        block = builder.append_basic_block(f"rows_{count}")
+        choice.add_case(num_rows.type(count), block)
+        builder.position_at_end(block)
+        _emit_pass(builder, count, kind, together, ahead, num_panels, *arguments)
+        builder.branch(end)
+    builder.position_at_end(end)
 
 
 def _emit_pass(
@@ -202,105 +209,12 @@ def _emit_pass(
             _vec.store(builder, total, place)
 
 
-def _make_tiles(kind: int) -> tuple[Callable[..., None], ...]:
-    """For hardly any rows and several panels; for few, which go at the speed of memory by themselves; for more of them;
-    and for passes of even more."""
-    return (
-        _make_tile(range(1, _ROWS_ABREAST + 1), kind, together=False, ahead=False, num_panels=_PANELS_ABREAST),
-        _make_tile(range(1, _MAX_ROWS_ALONE + 1), kind, together=False, ahead=False),
-        _make_tile(range(_MAX_ROWS_ALONE + 1, MAX_ROWS + 1), kind, together=False, ahead=True),
-        # No even share of more rows than `MAX_ROWS` is less than half of the most.
-        _make_tile(range(MAX_ROWS // 2, MAX_ROWS + 1), kind, together=True, ahead=True),
-    )
-
-
-_abreast_float32, _few_float32, _more_float32, _many_float32 = _make_tiles(_FLOAT32)
-_abreast_bfloat16, _few_bfloat16, _more_bfloat16, _many_bfloat16 = _make_tiles(_BFLOAT16)
-_abreast_float16, _few_float16, _more_float16, _many_float16 = _make_tiles(_FLOAT16)
-_abreast_int8, _few_int8, _more_int8, _many_int8 = _make_tiles(_INT8)
-_abreast_int4, _few_int4, _more_int4, _many_int4 = _make_tiles(_INT4)
-# Without the instruction nothing calls these, and other ones stand for them.
-_HAS_BY_TWO = vir.has_bfloat16_products()
-_abreast_by_two, _few_by_two, _more_by_two, _many_by_two = _make_tiles(_BY_TWO if _HAS_BY_TWO else _FLOAT32)
-_abreast_int8_by_two, _few_int8_by_two, _more_int8_by_two, _ = _make_tiles(_INT8_BY_TWO if _HAS_BY_TWO else _INT8)
-_abreast_int4_by_two, _few_int4_by_two, _more_int4_by_two, _ = _make_tiles(_INT4_BY_TWO if _HAS_BY_TWO else _INT4)
-_many_unpacked = _make_tiles(_UNPACKED_BY_TWO if _HAS_BY_TWO else _INT8)[-1]
-
-
-@numba.njit(nogil=True, inline="always")
-def _abreast(kind, num_rows, x, x_stride, panel, k, y, y_stride, scales, apart, scales_apart):  # type: ignore[no-untyped-def] # pragma: no cover
-    if kind == _BFLOAT16:
-        _abreast_bfloat16(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales, apart, scales_apart)
-    elif kind == _FLOAT16:
-        _abreast_float16(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales, apart, scales_apart)
-    elif kind == _BY_TWO:
-        _abreast_by_two(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales, apart, scales_apart)
-    elif kind == _INT8:
-        _abreast_int8(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales, apart, scales_apart)
-    elif kind == _INT4:
-        _abreast_int4(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales, apart, scales_apart)
-    elif kind == _INT8_BY_TWO:
-        _abreast_int8_by_two(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales, apart, scales_apart)
-    elif kind == _INT4_BY_TWO:
-        _abreast_int4_by_two(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales, apart, scales_apart)
-    else:
-        _abreast_float32(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales, apart, scales_apart)
-
-
-@numba.njit(nogil=True, inline="always")
-def _few(kind, num_rows, x, x_stride, panel, k, y, y_stride, scales):  # type: ignore[no-untyped-def] # pragma: no cover
-    if kind == _BFLOAT16:
-        _few_bfloat16(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales, 0, 0)
-    elif kind == _FLOAT16:
-        _few_float16(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales, 0, 0)
-    elif kind == _BY_TWO:
-        _few_by_two(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales, 0, 0)
-    elif kind == _INT8:
-        _few_int8(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales, 0, 0)
-    elif kind == _INT4:
-        _few_int4(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales, 0, 0)
-    elif kind == _INT8_BY_TWO:
-        _few_int8_by_two(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales, 0, 0)
-    elif kind == _INT4_BY_TWO:
-        _few_int4_by_two(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales, 0, 0)
-    else:
-        _few_float32(num_rows, x, x_stride, panel, k, y, y_stride, 0, 0, scales, 0, 0)
-
-
-@numba.njit(nogil=True, inline="always")
-def _more(kind, num_rows, x, x_stride, panel, k, y, y_stride, fetch, step, scales):  # type: ignore[no-untyped-def] # pragma: no cover
-    if kind == _BFLOAT16:
-        _more_bfloat16(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step, scales, 0, 0)
-    elif kind == _FLOAT16:
-        _more_float16(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step, scales, 0, 0)
-    elif kind == _BY_TWO:
-        _more_by_two(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step, scales, 0, 0)
-    elif kind == _INT8:
-        _more_int8(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step, scales, 0, 0)
-    elif kind == _INT4:
-        _more_int4(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step, scales, 0, 0)
-    elif kind == _INT8_BY_TWO:
-        _more_int8_by_two(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step, scales, 0, 0)
-    elif kind == _INT4_BY_TWO:
-        _more_int4_by_two(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step, scales, 0, 0)
-    else:
-        _more_float32(num_rows, x, x_stride, panel, k, y, y_stride, fetch, step, scales, 0, 0)
-
-
-@numba.njit(nogil=True, inline="always")
-def _many(kind, num_rows, x, panel, k, y, y_stride, fetch, step, scales):  # type: ignore[no-untyped-def] # pragma: no cover
-    if kind == _BFLOAT16:
-        _many_bfloat16(num_rows, x, 0, panel, k, y, y_stride, fetch, step, scales, 0, 0)
-    elif kind == _FLOAT16:
-        _many_float16(num_rows, x, 0, panel, k, y, y_stride, fetch, step, scales, 0, 0)
-    elif kind == _BY_TWO:
-        _many_by_two(num_rows, x, 0, panel, k, y, y_stride, fetch, step, scales, 0, 0)
-    elif kind == _INT8:
-        _many_int8(num_rows, x, 0, panel, k, y, y_stride, fetch, step, scales, 0, 0)
-    elif kind == _INT4:
-        _many_int4(num_rows, x, 0, panel, k, y, y_stride, fetch, step, scales, 0, 0)
-    else:
-        _many_float32(num_rows, x, 0, panel, k, y, y_stride, fetch, step, scales, 0, 0)
+# For hardly any rows and several panels; for few, which go at the speed of memory by themselves; for more of them; and
+# for passes of even more: no even share of more rows than `MAX_ROWS` is less than half of the most.
+_abreast = _pass_of(range(1, _ROWS_ABREAST + 1), together=False, ahead=False, num_panels=_PANELS_ABREAST)
+_few = _pass_of(range(1, _MAX_ROWS_ALONE + 1), together=False, ahead=False)
+_more = _pass_of(range(_MAX_ROWS_ALONE + 1, MAX_ROWS + 1), together=False, ahead=True)
+_many = _pass_of(range(MAX_ROWS // 2, MAX_ROWS + 1), together=True, ahead=True)
 
 
 def _emit_add(builder: Any, y: Any, bias: Any) -> None:
@@ -425,7 +339,7 @@ def _multiply_panels(  # type: ignore[no-untyped-def] # pragma: no cover - compi
                 group,
             )  # fmt: skip
             index += _PANELS_ABREAST
-        elif num_rows >= _ROWS_TO_UNPACK[kind]:
+        elif kind >= _INT4 and num_rows >= _ROWS_TO_UNPACK[kind]:
             _multiply_unpacked(kind, x, num_rows, k, panel, shift, place, y_stride, of_panel, group)
             index += 1
         else:
@@ -453,7 +367,7 @@ def _multiply_abreast(  # type: ignore[no-untyped-def] # pragma: no cover - comp
     while begin < k:
         count = _at_once(kind, begin, k, group)
         _abreast(
-            kind, num_rows, x + begin * number_bytes, x_stride, panel + begin * step_bytes, count, y, y_stride,
+            kind, num_rows, x + begin * number_bytes, x_stride, panel + begin * step_bytes, count, y, y_stride, 0, 0,
             scales + begin // group * _OUTPUT_BYTES, panel_bytes, scales_bytes,
         )  # fmt: skip
         begin += count
@@ -515,9 +429,9 @@ def _multiply_unpacked(kind, x, num_rows, k, panel, bias, y, y_stride, scales, g
             start = x + (row * k + begin * num) * num_in_step * FLOAT_BYTES
             place, weights = sums.ctypes.data + row * _OUTPUT_BYTES, unpacked.ctypes.data
             if kind == _INT4:
-                _many_int8(num, start, 0, weights, count, place, _OUTPUT_BYTES, fetch, step, of_group, 0, 0)
+                _many(_INT8, num, start, 0, weights, count, place, _OUTPUT_BYTES, fetch, step, of_group, 0, 0)
             else:
-                _many_unpacked(num, start, 0, weights, count, place, _OUTPUT_BYTES, fetch, step, of_group, 0, 0)
+                _many(_UNPACKED, num, start, 0, weights, count, place, _OUTPUT_BYTES, fetch, step, of_group, 0, 0)
             fetch += count * step
         begin += steps
     for index in range(num_rows):
@@ -537,19 +451,21 @@ def _multiply_group(  # type: ignore[no-untyped-def] # pragma: no cover - compil
     pass what it reads next.
     """
     if num_rows <= _MAX_ROWS_ALONE:
-        _few(kind, num_rows, x + begin * number_bytes, x_stride, panel, count, y, y_stride, scales)
+        _few(kind, num_rows, x + begin * number_bytes, x_stride, panel, count, y, y_stride, 0, 0, scales, 0, 0)
         return
     num_passes = _num_passes(num_rows)
     step = step_bytes // num_passes
     if num_passes == 1:
         ahead = panel + step_bytes * _STEPS_AHEAD
-        _more(kind, num_rows, x + begin * number_bytes, x_stride, panel, count, y, y_stride, ahead, step, scales)
+        _more(
+            kind, num_rows, x + begin * number_bytes, x_stride, panel, count, y, y_stride, ahead, step, scales, 0, 0
+        )
         return
     for index in range(num_passes):
         row = _first_row(index, num_passes, num_rows)
         num = _first_row(index + 1, num_passes, num_rows) - row
         start = x + (row * k + begin * num) * number_bytes
-        _many(kind, num, start, panel, count, y + row * y_stride, y_stride, ahead, step, scales)
+        _many(kind, num, start, 0, panel, count, y + row * y_stride, y_stride, ahead, step, scales, 0, 0)
         ahead += count * step
 
 

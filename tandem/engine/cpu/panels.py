@@ -72,7 +72,10 @@ class Panels:
 
     def multiply_short(self, *, in_tiles: bool = False) -> None:
         """From now on multiply in bfloat16, if the weights are of that type, or whole numbers, and K is even: in tiles,
-        if that is asked for, this process may, and K, and groups, are made of whole ones."""
+        if that is asked for, this process may, and K, and groups, are made of whole ones. Once, behind `quantize`: what
+        is read by two is put in order in place."""
+        if self.products.rounds:
+            return
         if self.scales is not None:
             bits, group = 4 if self.numbers.dtype is torch.int32 else 8, self.group * self.products.per_step
             is_whole = not (self._num_in % TILE_NUMBERS or group % TILE_NUMBERS)

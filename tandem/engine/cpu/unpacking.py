@@ -1,6 +1,6 @@
 """Panels of whole numbers of 8 or 4 bits become bfloat16, exactly, for products by two and in tiles.
 
-Panels are `packed_kernel`'s, of two vectors of sixteen; what comes out stays in the first-level cache.
+Panels are `packed_kernel`'s, of two vectors of sixteen; what comes out stays in the nearest caches.
 """
 
 from __future__ import annotations

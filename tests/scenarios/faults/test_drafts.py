@@ -34,7 +34,7 @@ NUM_PROMPT = 60
 DRAFTING: dict[str, Any] = {
     **CONFIG,
     # Prompts are handed off, though they are short so that the draft has soon read them.
-    "scheduling": {"chunk_size": 32, "local_prefill_tokens": 0, "mixed_prompt_tokens": 0},
+    "scheduling": {"chunk_size": 32, "local_prefill_tokens": 0, "mixed_pool": False},
     # The model itself with rounded weights: often right, and now and then wrong.
     "speculation": {"draft_model": "embedded", "draft_quantize": "int4", "draft_memory_bytes": 8 << 20},
 }

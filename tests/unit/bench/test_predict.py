@@ -36,16 +36,18 @@ def test_a_closed_load_is_asked_by_as_many_clients_whatever_times_were_recorded(
 
 
 def test_an_open_load_comes_when_it_was_sent() -> None:
+    """Every prompt is handed off: what prefill is known to take would have later ones computed at decode."""
+    handed_off = SCENARIO | {"tandem": {"scheduling": {"mixed_pool": False}}}
     load = Load("open", 3, Lengths(10), Lengths(5), rate=1.0)
     asked = Recorded(load, [record(n, 2.0 * n, 10, 5) for n in range(3)])
-    _, found = outcomes(build(Scenario, SCENARIO).shape(), asked)
+    _, found = outcomes(build(Scenario, handed_off).shape(), asked)
     assert [one.arrival.arrived_s for one in found] == [0.0, 2.0, 4.0]
     figures = figures_of(found)
     assert figures.output_tokens_per_s == pytest.approx(15 / found[-1].last_token_s)
     assert figures.ttft_p50_s == pytest.approx(0.011, rel=0.01)
     assert figures.tpot_s == pytest.approx(0.01, rel=0.01)
     closed = Recorded(Load("closed", 3, Lengths(10), Lengths(5), num_clients=2), asked.records)
-    began_s, again = outcomes(build(Scenario, SCENARIO).shape(), asked, [closed, asked])
+    began_s, again = outcomes(build(Scenario, handed_off).shape(), asked, [closed, asked])
     assert began_s > found[-1].last_token_s
     assert [one.arrival.arrived_s - began_s for one in again] == pytest.approx([0.0, 2.0, 4.0])
     assert figures_of(again, began_s).as_json() == pytest.approx(figures.as_json())

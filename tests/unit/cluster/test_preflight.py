@@ -757,3 +757,13 @@ def test_a_checkpoint_that_gives_vectors_needs_a_prefill_worker(checkpoint: Path
         preflight(checkpoint, free_port, pools={"prefill": {"workers": 0}}).plan()
     assert caught.value.key == "pools.prefill.workers"
     preflight(checkpoint, free_port).plan()
+
+
+def test_quantised_checkpoints_may_be_multiplied_in_bfloat16_where_cpus_do(checkpoint: Path, free_port: int) -> None:
+    file = checkpoint / "config.json"
+    said = {"quant_method": "awq", "bits": 4, "group_size": 128}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": said}))
+    tree = {"model": {"path": str(checkpoint), "dtype": "bfloat16"}, "http": {"port": free_port}}
+    Preflight(from_dict(tree), dataclasses.replace(HOST, multiplies_bfloat16=True)).check_model()
+    with pytest.raises(ConfigError, match="on CPUs that multiply that"):
+        Preflight(from_dict(tree), HOST).check_model()

@@ -21,6 +21,8 @@ CHOSEN = [
     f"{_OF_ATTENTION}::test_a_row_meets_nothing_of_what_only_others_of_its_chunk_see"
     "[(5, 5, 32, 128)-bfloat16 in tiles-value-64]",
     f"{_OF_LINEAR}::test_gated_products_in_tiles_are_the_same_for_each_row_alone[64-37]",
+    f"{_OF_LINEAR}::test_gated_whole_numbers_in_tiles_are_the_same_for_each_row_alone[4]",
+    f"{_OF_LINEAR}::test_whole_numbers_of_broken_tiles_are_multiplied_by_two",
 ]
 
 

@@ -319,7 +319,7 @@ def test_whole_numbers_by_two_meet_rounded_rows_and_each_row_is_its_own(
     plain, packed, threaded = (PackedLinear(weight, bias, num_threads) for num_threads in (1, 1, 2))
     for each in (plain, packed, threaded):
         each.panels.quantize(Rounding(bits, group))
-    for each in (packed, threaded):
+    for each in (packed, threaded, threaded):  # a second time changes nothing
         each.panels.multiply_short()
         assert each.panels.products is QUANTIZED_BY_TWO[bits]
     x = draw(70, num_in, seed=3)

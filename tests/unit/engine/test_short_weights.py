@@ -383,6 +383,7 @@ def test_rounded_weights_of_bfloat16_are_multiplied_as_it(
         asked, config, torch.device("cpu"), tensors=own, can_widen=True, short_products=lambda: short_products, **how
     )
     assert (found.computed, found.multiplied) == ("float32", multiplied)
+    assert found.widens is not found.in_tiles
     assert found.stored == (own if multiplied == "float32" else "bfloat16")
 
 

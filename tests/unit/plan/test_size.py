@@ -178,13 +178,16 @@ def test_a_whole_search_finds_pools_says_why_and_writes_them(
 
 
 def test_what_a_trace_says_prompts_share_is_computed_once(tmp_path: Path) -> None:
-    def found(name: str, blocks: Callable[[int], list[int]], **others: Any) -> tuple[Kept, Means]:
+    """All prompts at prefill, by which that is seen."""
+
+    def found(name: str, blocks: Callable[[int], list[int]], **cache: Any) -> tuple[Kept, Means]:
         rows = [
             {"timestamp": 500 * number, "input_length": 4096, "output_length": 20, "hash_ids": blocks(number)}
             for number in range(8)
         ]
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        plan, types = read_plan(plan_file(tmp_path, load={"trace": name}, **others))
+        tandem = {"scheduling": {"mixed_pool": False}, "cache": cache}
+        plan, types = read_plan(plan_file(tmp_path, load={"trace": name}, tandem=tandem))
         return simulate(plan, types, Pools("h100", 1, "h100", 1), whole=True), mean_lengths(plan)
 
     alike, of_alike = found("alike", lambda _: list(range(8)))
@@ -192,7 +195,7 @@ def test_what_a_trace_says_prompts_share_is_computed_once(tmp_path: Path) -> Non
     assert alike.busy_prefill < 0.5 * other.busy_prefill
     assert of_alike.num_input == of_other.num_input == of_other.num_computed == 4096
     assert of_alike.num_computed == (4096 + 7) / 8, "of a prompt that was seen its last token is computed"
-    without, of_without = found("alike", lambda _: list(range(8)), tandem={"cache": {"prefix_cache": False}})
+    without, of_without = found("alike", lambda _: list(range(8)), prefix_cache=False)
     assert without.busy_prefill == pytest.approx(other.busy_prefill)
     assert of_without == of_other
 

@@ -46,6 +46,16 @@ def test_the_newest_figures_count_most() -> None:
     assert 500 < speed.at(80.0) < 550
 
 
+def test_from_how_much_a_speed_is_known_counts_what_is_new_and_only_for_a_while() -> None:
+    speed = Learnt()
+    assert speed.known_from(0.0) == 0
+    speed.note(160, 1.0, 1.0)
+    assert speed.known_from(2.0) == 160
+    speed.note(10, 1.0, 3.0)
+    assert (speed.known_from(33.0), speed.known_from(33.1)) == (160, 0)
+    assert speed.at(99.0) > 0, "the speed itself holds"
+
+
 def test_what_is_not_seen_again_is_forgotten_and_learnt_anew() -> None:
     reads = Learnt(30.0)
     reads.note(8.0, 2, 0.0)

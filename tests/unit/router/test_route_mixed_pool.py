@@ -81,20 +81,43 @@ def test_steps_count_what_they_take_on_these_workers(num_tokens: int, queued: in
     assert chosen(replace(snapshot, prefill=Snapshot.of([load("p0")], []).prefill), num_tokens) is None
 
 
+def decided(
+    steps: PromptSteps,
+    *,
+    num_tokens: int = 512,
+    queued: int = 0,
+    active: int = 0,
+    known: float = 512,
+    by: float = math.inf,
+) -> str | None:
+    """With a prefill worker of 1,000 tokens a second, and a decode worker of such steps."""
+    prefill, decode = [load("p0", queued=queued)], [load("d0", active=active, steps=steps)]
+    snapshot = Snapshot.of(prefill, decode, prefill_tokens_per_s=1000.0, num_prefill_tokens_known=known)
+    facts = RequestFacts(num_tokens, mixed_pool_tokens=math.inf, first_token_in_s=by)
+    route = alone(snapshot, facts)
+    return route.decode.worker_id if route is not None else None
+
+
 def test_a_prompt_that_is_ready_as_soon_needs_no_handoff_where_nobody_is() -> None:
-    """As soon is up to 1.2 times the time, and where nothing is known of its steps yet."""
+    """As soon is less than 1.2 times the time."""
+    assert decided(PromptSteps(512, 0.1, 0.001)) == "d0"
+    assert decided(PromptSteps(512, 0.11, 0.001)) is None
+    assert decided(PromptSteps(64, 0.02, 0.001)) is None, "eight steps"
+    assert decided(PromptSteps(512, 0.1, 0.001), active=1) is None
+    assert decided(PromptSteps(512, 0.11, 0.001), queued=56) == "d0", "56 in front, and for 56 behind it"
+    assert decided(PromptSteps(512, 0.1, 0.001), active=4, queued=51) is None
+    assert decided(PromptSteps(512, 0.1, 0.001), by=0.55) is None, "late at decode alone"
+    assert decided(PromptSteps(512, 0.1, 0.001), by=0.62) == "d0"
 
-    def decides(steps: PromptSteps, tokens_per_s: float = 1000.0, *, queued: int = 0, active: int = 0) -> str | None:
-        prefill, decode = [load("p0", queued=queued)], [load("d0", active=active, steps=steps)]
-        return chosen(Snapshot.of(prefill, decode, prefill_tokens_per_s=tokens_per_s), 512)
 
-    assert decides(PromptSteps(512)) == "d0"
-    assert decides(PromptSteps(512, 0.1, 0.001)) == "d0"
-    assert decides(PromptSteps(512, 0.11, 0.001)) is None
-    assert decides(PromptSteps(64, 0.02, 0.001)) is None, "eight steps"
-    assert decides(PromptSteps(512), active=1) is None
-    assert decides(PromptSteps(512), tokens_per_s=0.0) is None, "prefill's own speed is to be learnt first"
-    assert decides(PromptSteps(512, 0.11, 0.001), queued=56) == "d0", "56 in front, and for 56 behind it"
+def test_a_slow_decode_worker_is_found_out_with_little() -> None:
+    """Prefill's speed has to be known for such prompts, and decode's, or the prompt is short."""
+    quick, unknown = PromptSteps(512, 0.0, 0.001), PromptSteps(512)
+    for known, decides in ((0.0, None), (127.0, None), (128.0, "d0")):
+        assert decided(quick, known=known) == decides
+    assert decided(unknown, num_tokens=2000, known=2000) == "d0"
+    assert decided(unknown, num_tokens=2001, known=2000) is None
+    assert decided(quick, num_tokens=2001, known=2000) == "d0"
 
 
 def test_prompts_of_any_length_are_computed_beside_tokens() -> None:

@@ -43,11 +43,11 @@ from numba import types
 from numba.core import cgutils
 
 from tandem.engine.cpu import vector_ir as vir
-from tandem.engine.cpu.atomics import float32s, words
+from tandem.engine.cpu.atomics import words
 from tandem.engine.cpu.compiling import called
 from tandem.engine.cpu.scratch import on_lines
 from tandem.engine.cpu.threads import Kernel
-from tandem.engine.cpu.unpacking import MOST_UNPACKED, unpack_int4, unpack_int8
+from tandem.engine.cpu.unpacking import MOST_UNPACKED, emit_int4_pairs, emit_int8_pairs
 from tandem.engine.huge_pages import FLOAT_BYTES, LINE_BYTES
 
 _IS_WIDE = vir.has_wide_vectors()
@@ -59,9 +59,7 @@ PANEL = _NUM_VECTORS * _vec.lanes
 _FLOAT32, _BFLOAT16, _FLOAT16, _BY_TWO, _INT8, _INT4, _INT8_BY_TWO, _INT4_BY_TWO = range(8)
 # By two, with scales: what whole numbers are unpacked to.
 _UNPACKED_BY_TWO = 8
-# Of CPUs without the instruction nothing calls that, and another one stands for it.
-_HAS_BY_TWO = vir.has_bfloat16_products()
-_UNPACKED = _UNPACKED_BY_TWO if _HAS_BY_TWO else _INT8
+_UNPACKED_AS = {_INT4: _INT8, _INT8_BY_TWO: _UNPACKED_BY_TWO, _INT4_BY_TWO: _UNPACKED_BY_TWO}
 _KINDS_BY_TWO = (_BY_TWO, _INT8_BY_TWO, _INT4_BY_TWO, _UNPACKED_BY_TWO)
 _LOADS: Mapping[int, Callable[..., Any]] = {
     _FLOAT32: _vec.load,
@@ -104,7 +102,14 @@ _ROWS_TO_UNPACK = (
 _STEPS_AHEAD = 64
 
 
-def _pass_of(rows: range, *, together: bool, ahead: bool, num_panels: int = 1) -> Callable[..., None]:
+def _pass_of(
+    rows: range,
+    *,
+    together: bool,
+    ahead: bool,
+    num_panels: int = 1,
+    kind_of: Callable[[int], int] = lambda kind: kind,
+) -> Callable[..., None]:
     """A kernel for a number of rows out of `rows` (of any other it computes nothing), and a panel.
 
     Its arguments are the kind of weights, a constant, then counts and addresses: how many rows; x, the distance of its
@@ -115,24 +120,27 @@ def _pass_of(rows: range, *, together: bool, ahead: bool, num_panels: int = 1) -
     Args:
         together: whether x is `[K][rows]`, and not rows some distance apart.
         num_panels: at once.
+        kind_of: the kind as which weights of another are multiplied.
     """
 
     def emit_of(kind: int) -> Callable[..., None]:
-        return partial(_emit_passes, rows, kind, together, ahead, num_panels)
+        def emit_rows(count: int, builder: Any, *arguments: Any) -> None:
+            _emit_pass(builder, count, kind_of(kind), together, ahead, num_panels, *arguments)
+
+        return partial(_emit_by_rows, rows, emit_rows)
 
     return vir.kernel_by_kind(12, 0, types.void, emit_of)
 
 
-def _emit_passes(
-    rows: range, kind: int, together: bool, ahead: bool, num_panels: int, builder: Any, num_rows: Any, *arguments: Any
-) -> None:
+def _emit_by_rows(rows: range, emit_rows: Callable[..., None], builder: Any, num_rows: Any, *arguments: Any) -> None:
+    """Code for each number of rows out of `rows`; of any other nothing is done."""
     end = builder.append_basic_block("end")
     choice = builder.switch(num_rows, end)
     for count in rows:
         block = builder.append_basic_block(f"rows_{count}")
         choice.add_case(num_rows.type(count), block)
         builder.position_at_end(block)
-        _emit_pass(builder, count, kind, together, ahead, num_panels, *arguments)
+        emit_rows(count, builder, *arguments)
         builder.branch(end)
     builder.position_at_end(end)
 
@@ -214,7 +222,9 @@ def _emit_pass(
 _abreast = _pass_of(range(1, _ROWS_ABREAST + 1), together=False, ahead=False, num_panels=_PANELS_ABREAST)
 _few = _pass_of(range(1, _MAX_ROWS_ALONE + 1), together=False, ahead=False)
 _more = _pass_of(range(_MAX_ROWS_ALONE + 1, MAX_ROWS + 1), together=False, ahead=True)
-_many = _pass_of(range(MAX_ROWS // 2, MAX_ROWS + 1), together=True, ahead=True)
+_ROWS_OF_MANY = range(MAX_ROWS // 2, MAX_ROWS + 1)
+_many = _pass_of(_ROWS_OF_MANY, together=True, ahead=True)
+_many_unpacked = _pass_of(_ROWS_OF_MANY, together=True, ahead=True, kind_of=_UNPACKED_AS.__getitem__)
 
 
 def _emit_add(builder: Any, y: Any, bias: Any) -> None:
@@ -265,35 +275,55 @@ def _emit_unpack(builder: Any, packed: Any, steps: Any, target: Any) -> None:
             vir.store_bits(builder, numbers, vir.offset(builder, to, index * PANEL))
 
 
-def _put_of(*, rounds: bool) -> Callable[..., None]:
-    """Of so many rows of a pass so many vectors each, as `[K][rows]`; or rounded to bfloat16, a pair for each lane, as
-    `[K / 2][rows]`. Arguments: rows, x, the distance of its rows in bytes, vectors, y."""
+def _unpack_of(kind: int) -> Callable[..., None]:
+    """So many steps (second) of a panel (first address) to the third, as `_UNPACKED_AS` has them."""
+    if kind == _INT4:
+        return vir.apart("unpack_int4", _emit_unpack)
+    emit_numbers = emit_int8_pairs if kind == _INT8_BY_TWO else emit_int4_pairs
+
+    def emit(builder: Any, packed: Any, steps: Any, target: Any) -> None:
+        emit_numbers(builder, packed, builder.mul(steps, steps.type(2 * _NUMBERS_PER_STEP[kind])), target)
+
+    return emit
+
+
+def _put_of(kind: int) -> Callable[..., None]:
+    """Of so many rows of a pass so many vectors each, as `[K][rows]`; by two rounded to bfloat16, a pair for each lane.
+    Arguments: rows, x, the distance of its rows in bytes, vectors, y."""
+    vector_bytes = _vec.num_bytes * (2 if kind == _BY_TWO else 1)
 
     def load(builder: Any, place: Any) -> Any:
         low = _vec.load(builder, place)
-        if not rounds:
+        if kind != _BY_TWO:
             return low
         high = _vec.load(builder, vir.offset(builder, place, _vec.num_bytes))
         return builder.bitcast(_vec.rounded(builder, low, high), _vec.type)
 
-    def emit(builder: Any, num_rows: Any, x: Any, x_stride: Any, vectors: Any, y: Any) -> None:
-        end = builder.append_basic_block("end")
-        choice = builder.switch(num_rows, end)
-        for count in range(MAX_ROWS // 2, MAX_ROWS + 1):
-            block = builder.append_basic_block(f"rows_{count}")
-            choice.add_case(num_rows.type(count), block)
-            builder.position_at_end(block)
-            with cgutils.for_range(builder, vectors) as loop:
-                column = vir.advance(builder, x, vectors.type(_vec.num_bytes * (2 if rounds else 1)), loop.index)
-                rows = [load(builder, vir.advance(builder, column, x_stride, row)) for row in range(count)]
-                rows += [_vec.constant(0.0)] * (_vec.lanes - count)
-                target = vir.advance(builder, y, vectors.type(_vec.lanes * count * FLOAT_BYTES), loop.index)
-                for step, numbers in enumerate(vir.transposed(builder, rows)):
-                    _vec.store_part(builder, numbers, 0, count, vir.offset(builder, target, step * count * FLOAT_BYTES))
-            builder.branch(end)
-        builder.position_at_end(end)
+    def emit_rows(count: int, builder: Any, x: Any, x_stride: Any, vectors: Any, y: Any) -> None:
+        with cgutils.for_range(builder, vectors) as loop:
+            column = vir.advance(builder, x, vectors.type(vector_bytes), loop.index)
+            rows = [load(builder, vir.advance(builder, column, x_stride, row)) for row in range(count)]
+            rows += [_vec.constant(0.0)] * (_vec.lanes - count)
+            target = vir.advance(builder, y, vectors.type(_vec.lanes * count * FLOAT_BYTES), loop.index)
+            for step, numbers in enumerate(vir.transposed(builder, rows)):
+                _vec.store_part(builder, numbers, 0, count, vir.offset(builder, target, step * count * FLOAT_BYTES))
 
-    return vir.kernel(5, 0, types.void, emit)
+    return partial(_emit_by_rows, _ROWS_OF_MANY, emit_rows)
+
+
+def _put_one_of(kind: int) -> Callable[..., None]:
+    """A number of a row, or a pair of them, to an address. Arguments: the row, which one, where to."""
+
+    def emit(builder: Any, row: Any, step: Any, y: Any) -> None:
+        if kind != _BY_TWO:
+            vir.store_real(builder, vir.load_real(builder, vir.advance(builder, row, step.type(FLOAT_BYTES), step)), y)
+            return
+        pair = vir.advance(builder, row, step.type(2 * FLOAT_BYTES), step)
+        for n in range(2):
+            number, place = vir.offset(builder, pair, n * FLOAT_BYTES), vir.offset(builder, y, n * _SHORT_BYTES)
+            _emit_round_one(builder, number, place)
+
+    return emit
 
 
 #: Adds the bias of a panel (second address) to a row's outputs.
@@ -307,8 +337,8 @@ gate = vir.kernel(2, 0, types.void, _emit_gate)
 #: So many vectors (third) of the first address as bfloat16 to the second.
 _round = vir.kernel(3, 0, types.void, _emit_round)
 _round_one = vir.kernel(2, 0, types.void, _emit_round_one)
-_put, _put_rounded = _put_of(rounds=False), _put_of(rounds=_HAS_BY_TWO)
-_unpack = vir.kernel(3, 0, types.void, vir.apart("unpack_int4", _emit_unpack))
+_put, _put_one = vir.kernel_by_kind(5, 0, types.void, _put_of), vir.kernel_by_kind(3, 0, types.void, _put_one_of)
+_unpack = vir.kernel_by_kind(3, 0, types.void, _unpack_of)
 
 
 @numba.njit(nogil=True, inline="always")
@@ -411,27 +441,19 @@ def _multiply_unpacked(kind, x, num_rows, k, panel, bias, y, y_stride, scales, g
     sums = on_lines(num_rows * PANEL)
     sums[:] = 0
     step = step_bytes // num_in_step // num_passes
-    unpacked = on_lines((2 * min(group, k) if kind == _INT4 else min(MOST_UNPACKED // 2, k * num_in_step)) * PANEL)
+    unpacked = on_lines(min(_MOST_STEPS[kind], group, k) * num_in_step * PANEL)
     begin = 0
     while begin < k:
         steps = _at_once(kind, begin, k, group)
         count, packed = steps * num_in_step, panel + begin * step_bytes
-        if kind == _INT8_BY_TWO:
-            unpack_int8(packed, 2 * count, unpacked.ctypes.data)
-        elif kind == _INT4_BY_TWO:
-            unpack_int4(packed, 2 * count, unpacked.ctypes.data)
-        else:
-            _unpack(packed, steps, unpacked.ctypes.data)
+        _unpack(kind, packed, steps, unpacked.ctypes.data)
         fetch, of_group = packed + steps * step_bytes, scales + begin // group * _OUTPUT_BYTES
         for index in range(num_passes):
             row = _first_row(index, num_passes, num_rows)
             num = _first_row(index + 1, num_passes, num_rows) - row
             start = x + (row * k + begin * num) * num_in_step * FLOAT_BYTES
             place, weights = sums.ctypes.data + row * _OUTPUT_BYTES, unpacked.ctypes.data
-            if kind == _INT4:
-                _many(_INT8, num, start, 0, weights, count, place, _OUTPUT_BYTES, fetch, step, of_group, 0, 0)
-            else:
-                _many(_UNPACKED, num, start, 0, weights, count, place, _OUTPUT_BYTES, fetch, step, of_group, 0, 0)
+            _many_unpacked(kind, num, start, 0, weights, count, place, _OUTPUT_BYTES, fetch, step, of_group, 0, 0)
             fetch += count * step
         begin += steps
     for index in range(num_rows):
@@ -469,37 +491,29 @@ def _multiply_group(  # type: ignore[no-untyped-def] # pragma: no cover - compil
         ahead += count * step
 
 
-def _put_together(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    """Passes `[first, end)` over `x[num_rows, k]`: their rows as `[k][rows of the pass]`, one behind the other."""
+@numba.njit(nogil=True, inline="always")
+def _arrange(kind, first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """Passes `[first, end)` over `x[num_rows, k]`: their rows as `[k][rows of the pass]`, one behind the other. By two
+    `k` counts pairs of numbers, which are rounded to bfloat16."""
     x, x_stride, num_rows, k, y = _five_words(arguments)
-    num_passes = _num_passes(num_rows)
+    num_passes, num_vectors = _num_passes(num_rows), k // _LANES
     for index in range(first, end):
         row = _first_row(index, num_passes, num_rows)
         count = _first_row(index + 1, num_passes, num_rows) - row
-        num_vectors = k // _LANES
-        _put(count, x + row * x_stride, x_stride, num_vectors, y + row * k * FLOAT_BYTES)
-        target = float32s(y + row * k * FLOAT_BYTES)
+        place = y + row * k * FLOAT_BYTES
+        _put(kind, count, x + row * x_stride, x_stride, num_vectors, place)
         for member in range(count):
-            source = float32s(x + (row + member) * x_stride)
+            source = x + (row + member) * x_stride
             for step in range(num_vectors * _LANES, k):
-                target[step * count + member] = source[step]
+                _put_one(kind, source, step, place + (step * count + member) * FLOAT_BYTES)
+
+
+def _put_together(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    _arrange(_FLOAT32, first, end, arguments)
 
 
 def _round_together(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    """As `_put_together`, of pairs of numbers that are rounded to bfloat16; `k` counts these."""
-    x, x_stride, num_rows, k, y = _five_words(arguments)
-    num_passes = _num_passes(num_rows)
-    for index in range(first, end):
-        row = _first_row(index, num_passes, num_rows)
-        count = _first_row(index + 1, num_passes, num_rows) - row
-        num_vectors, place = k // _LANES, y + row * k * FLOAT_BYTES
-        _put_rounded(count, x + row * x_stride, x_stride, num_vectors, place)
-        for member in range(count):
-            for step in range(num_vectors * _LANES, k):
-                source = x + (row + member) * x_stride + 2 * step * FLOAT_BYTES
-                target = place + (step * count + member) * FLOAT_BYTES
-                _round_one(source, target)
-                _round_one(source + FLOAT_BYTES, target + _SHORT_BYTES)
+    _arrange(_BY_TWO, first, end, arguments)
 
 
 def _round_rows(first, end, arguments):  # type: ignore[no-untyped-def] # pragma: no cover - compiled

@@ -23,7 +23,7 @@ from tandem.engine.cpu.scratch import on_lines
 from tandem.engine.cpu.threads import Kernel
 from tandem.engine.cpu.tiles import ROW_BYTES, ROWS, release
 from tandem.engine.cpu.tiles_kernel import PAIR, TILE_NUMBERS, begin_pass, multiply_rows, rows_at_once, rows_of_pass
-from tandem.engine.cpu.unpacking import BYTES_AHEAD, MOST_UNPACKED, unpack_int4, unpack_int8
+from tandem.engine.cpu.unpacking import BYTES_AHEAD, MOST_UNPACKED, emit_int4_pairs, emit_int8_pairs
 from tandem.engine.huge_pages import FLOAT_BYTES
 
 _VEC = vir.Vectors(ROWS)
@@ -55,6 +55,8 @@ def _scale_of(*, adds: bool) -> Callable[..., None]:
     return vir.kernel(5, 0, types.void, emit)
 
 
+_unpack_int8 = vir.kernel(3, 0, types.void, emit_int8_pairs)
+_unpack_int4 = vir.kernel(3, 0, types.void, emit_int4_pairs)
 _scale, _add_scaled = _scale_of(adds=False), _scale_of(adds=True)
 
 
@@ -66,9 +68,9 @@ def _multiply_panel(bits, x, x_stride, num_rows, k, panel, scales, group, unpack
         count = min(MOST_UNPACKED, k - begin, group - begin % group)
         weights = panel + begin * PANEL * bits // 8
         if bits == 8:
-            unpack_int8(weights, count, unpacked)
+            _unpack_int8(weights, count, unpacked)
         else:
-            unpack_int4(weights, count, unpacked)
+            _unpack_int4(weights, count, unpacked)
         ahead = weights + count * PANEL * bits // 8 + BYTES_AHEAD
         is_first, is_last = begin % group == 0, (begin + count) % group == 0 or begin + count == k
         for row in range(0, num_rows, PAIR):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import types
 from numba.core import cgutils
 
 from tandem.engine.cpu import vector_ir as vir
@@ -51,13 +50,6 @@ def _emit_unpack_int4(builder: Any, panel: Any, numbers: Any, target: Any) -> No
                 vir.store_bits(builder, found, vir.offset(builder, to, pair * _PAIR_BYTES + n * _VEC.num_bytes))
 
 
-def _emit_nothing(_builder: Any, _panel: Any, _numbers: Any, _target: Any) -> None:
-    """Of CPUs without the instructions, where nothing calls it."""
-
-
-_HAS_THEM = vir.has_bfloat16_products()
 #: So many numbers of K (second) of a panel (first address) to the third.
-unpack_int8, unpack_int4 = (
-    vir.kernel(3, 0, types.void, vir.apart(name, emit if _HAS_THEM else _emit_nothing))
-    for name, emit in (("unpack_int8_pairs", _emit_unpack_int8), ("unpack_int4_pairs", _emit_unpack_int4))
-)
+emit_int8_pairs = vir.apart("unpack_int8_pairs", _emit_unpack_int8)
+emit_int4_pairs = vir.apart("unpack_int4_pairs", _emit_unpack_int4)

@@ -30,11 +30,11 @@ _log = logging.getLogger(__name__)
 SHORT_BYTES = 2
 #: Whole numbers of 4 bits that lie in a word of 32.
 INT4_PER_WORD = 8
-#: Which of eight lies where in a word that is read by two, the lowest bits first: of each pair the first number is in
-#: the low half, where the second is in the high one.
-INT4_BY_TWO = (0, 2, 4, 6, 1, 3, 5, 7)
 #: What their bits mean.
 INT4_VALUES = [float(number if number < 8 else number - 16) for number in range(16)]
+#: Which of them lies where in a word that is read by two, the lowest bits first: of each pair the first number is in
+#: the low half, where the second is in the high one.
+INT4_BY_TWO = (0, 2, 4, 6, 1, 3, 5, 7)
 
 #: What pages of K and V hold, as kernels are told it; bytes of a number, and of the scale behind those of a head. Pairs
 #: are numbers of bfloat16 that are multiplied two at a time, as one.

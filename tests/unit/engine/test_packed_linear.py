@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from weakref import ref
 
@@ -18,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tandem.engine.cpu import packed_linear, vector_ir
 from tandem.engine.cpu.modules import FusedGatedMLP
-from tandem.engine.cpu.packed_kernel import BY_TWO, QUANTIZED, QUANTIZED_BY_TWO
+from tandem.engine.cpu.packed_kernel import BY_TWO, QUANTIZED, QUANTIZED_BY_TWO, Products
 from tandem.engine.cpu.packed_linear import PackedLinear, pack
 from tandem.engine.cpu.panels import Rounding
 from tandem.engine.cpu.tiles_kernel import IN_TILES
@@ -254,6 +255,27 @@ def test_whole_numbers_are_near_and_each_row_is_its_own(num_out: int, num_in: in
             assert torch.equal(packed(x[70 - rows :]), alone[70 - rows :]), f"the last {rows} rows"
 
 
+def assert_whole_numbers_meet_rounded_rows_and_each_row_is_its_own(
+    num_out: int, num_in: int, rounding: Rounding, products: Products, row_counts: Iterable[int], *, in_tiles: bool
+) -> tuple[PackedLinear, torch.Tensor, torch.Tensor]:
+    """The layer, 70 rows, and what each of them gives alone."""
+    weight, bias = draw(num_out, num_in, seed=1), draw(num_out, seed=2)
+    plain, packed, threaded = (PackedLinear(weight, bias, num_threads) for num_threads in (1, 1, 2))
+    for each in (plain, packed, threaded):
+        each.panels.quantize(rounding)
+    for each in (packed, threaded, threaded):  # a second time changes nothing
+        each.panels.multiply_short(in_tiles=in_tiles)
+        assert each.panels.products is products
+    x = draw(70, num_in, seed=3)
+    exact = x.bfloat16().double() @ (weights_of(plain) - bias[:, None]).double().T + bias.double()
+    alone = torch.cat([packed(row[None]) for row in x])
+    torch.testing.assert_close(alone.double(), exact, rtol=1e-5, atol=2e-5 * num_in**0.5)
+    for rows in row_counts:
+        assert torch.equal(packed(x[:rows]), alone[:rows]), f"{rows} rows"
+        assert torch.equal(threaded(x[70 - rows :]), alone[70 - rows :]), f"the last {rows} rows"
+    return packed, x, alone
+
+
 @in_tiles
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(
@@ -264,20 +286,9 @@ def test_whole_numbers_in_tiles_meet_rounded_rows_and_each_row_is_its_own(
     num_out: int, num_in: int, group: int, bits: int
 ) -> None:
     """Of 8,192 numbers 128 rows go together; groups of 640 are unpacked in two parts."""
-    weight, bias = draw(num_out, num_in, seed=1), draw(num_out, seed=2)
-    plain, packed, threaded = (PackedLinear(weight, bias, num_threads) for num_threads in (1, 1, 2))
-    for each in (plain, packed, threaded):
-        each.panels.quantize(Rounding(bits, group))
-    for each in (packed, threaded):
-        each.panels.multiply_short(in_tiles=True)
-        assert each.panels.products is QUANTIZED_IN_TILES[bits]
-    x = draw(70, num_in, seed=3)
-    exact = x.bfloat16().double() @ (weights_of(plain) - bias[:, None]).double().T + bias.double()
-    alone = torch.cat([packed(row[None]) for row in x])
-    torch.testing.assert_close(alone.double(), exact, rtol=1e-5, atol=2e-5 * num_in**0.5)
-    for rows in range(1, 71):
-        assert torch.equal(packed(x[:rows]), alone[:rows]), f"{rows} rows"
-        assert torch.equal(threaded(x[70 - rows :]), alone[70 - rows :]), f"the last {rows} rows"
+    packed, x, alone = assert_whole_numbers_meet_rounded_rows_and_each_row_is_its_own(
+        num_out, num_in, Rounding(bits, group), QUANTIZED_IN_TILES[bits], range(1, 71), in_tiles=True
+    )
     assert torch.equal(packed(torch.cat([x] * 4)), torch.cat([alone] * 4)), "280 rows"
     assert packed(x[:0]).shape == (0, num_out)
 
@@ -315,20 +326,9 @@ def test_whole_numbers_by_two_meet_rounded_rows_and_each_row_is_its_own(
     num_out: int, num_in: int, group: int, bits: int
 ) -> None:
     """Groups of 640 are added up in two parts, and so are all more than 512 numbers of 8 bits."""
-    weight, bias = draw(num_out, num_in, seed=1), draw(num_out, seed=2)
-    plain, packed, threaded = (PackedLinear(weight, bias, num_threads) for num_threads in (1, 1, 2))
-    for each in (plain, packed, threaded):
-        each.panels.quantize(Rounding(bits, group))
-    for each in (packed, threaded, threaded):  # a second time changes nothing
-        each.panels.multiply_short()
-        assert each.panels.products is QUANTIZED_BY_TWO[bits]
-    x = draw(70, num_in, seed=3)
-    exact = x.bfloat16().double() @ (weights_of(plain) - bias[:, None]).double().T + bias.double()
-    alone = torch.cat([packed(row[None]) for row in x])
-    torch.testing.assert_close(alone.double(), exact, rtol=1e-5, atol=2e-5 * num_in**0.5)
-    for rows in (*ROWS, 36, 37, 70):
-        assert torch.equal(packed(x[:rows]), alone[:rows]), f"{rows} rows"
-        assert torch.equal(threaded(x[70 - rows :]), alone[70 - rows :]), f"the last {rows} rows"
+    assert_whole_numbers_meet_rounded_rows_and_each_row_is_its_own(
+        num_out, num_in, Rounding(bits, group), QUANTIZED_BY_TWO[bits], (*ROWS, 36, 37, 70), in_tiles=False
+    )
 
 
 @by_two

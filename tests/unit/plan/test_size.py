@@ -177,6 +177,14 @@ def test_a_whole_search_finds_pools_says_why_and_writes_them(
     assert "head" in cluster["available_node_types"]
 
 
+def test_prompts_that_decode_computes_are_no_sequences_of_its_batch(tmp_path: Path) -> None:
+    """Two requests a second of 4,096 tokens, each alone: as nobody is at decode, it computes most of them."""
+    lengths = {"input_median": 4096, "input_spread": 0.0, "output_median": 20, "output_spread": 0.0}
+    load = {"requests": 8, "rate": 2, **lengths}
+    kept = simulate(*read_plan(plan_file(tmp_path, load=load)), Pools("h100", 1, "h100", 1), whole=True)
+    assert kept.decode_batch < 8
+
+
 def test_what_a_trace_says_prompts_share_is_computed_once(tmp_path: Path) -> None:
     """All prompts at prefill, by which that is seen."""
 

@@ -98,6 +98,19 @@ def test_what_little_is_left_is_computed_where_the_rest_lies() -> None:
     assert much.prefill is not None
 
 
+@pytest.mark.parametrize(
+    ("num_active", "token_s", "decides"), [(0, 0.00115, None), (0, 0.00127, "p0"), (1, 0.0009, "p0")]
+)
+def test_what_nobody_is_in_the_way_of_is_computed_where_it_saves_a_handoff(
+    num_active: int, token_s: float, decides: str | None
+) -> None:
+    """320 tokens are missing on both sides, and their pages cost a twentieth: up to 1.2 times 336 is as soon."""
+    decode = [load("d0", num_active=num_active, prompt_steps=PromptSteps(512, 0.0, token_s))]
+    speeds = {"prefill_tokens_per_s": 1000.0, "num_prefill_tokens_known": 320.0}
+    route = choose(snapshot([load("p0")], decode, **speeds), facts({"p0": 320, "d0": 320}, mixed_pool_tokens=512))
+    assert chosen(route)[0] == decides
+
+
 def test_fewer_pages_go_over_a_slow_way_to_who_holds_most() -> None:
     slow = {(key("p0"), key(name)): Link(5e4) for name in ("d0", "d1")}
     known = snapshot([load("p0")], [load("d0"), load("d1", num_active=3)], links=slow, prefill_tokens_per_s=1000.0)

@@ -47,7 +47,7 @@ from tandem.engine.cpu.atomics import words
 from tandem.engine.cpu.compiling import called
 from tandem.engine.cpu.scratch import on_lines
 from tandem.engine.cpu.threads import Kernel
-from tandem.engine.cpu.unpacking import MOST_UNPACKED, emit_int4_pairs, emit_int8_pairs
+from tandem.engine.cpu.unpacking import BYTES_AHEAD, MOST_UNPACKED, emit_int4_pairs, emit_int8_pairs
 from tandem.engine.huge_pages import FLOAT_BYTES, LINE_BYTES
 
 _IS_WIDE = vir.has_wide_vectors()
@@ -88,9 +88,10 @@ _ROWS_TO_SHARE = 64
 
 #: Rows of one pass, at most: 24 sums in 32 registers, 12 in 16.
 MAX_ROWS = 12 if _IS_WIDE else 6
-#: Of so few rows a pass takes so many panels at once, where there are as many: the sums of one are too few to wait for
-#: each other's products.
-_ROWS_ABREAST, _PANELS_ABREAST = (2 if _IS_WIDE else 1), 4
+#: Of so few rows a pass takes several panels at once, where there are as many: the sums of one are too few to wait for
+#: each other's products. By number of rows, from one on.
+_PANELS_ABREAST = (4, 4) if _IS_WIDE else (4, 2)
+_ROWS_ABREAST = len(_PANELS_ABREAST)
 #: Up to so many rows a pass goes at the speed of memory by itself.
 _MAX_ROWS_ALONE = 6 if _IS_WIDE else 1
 # From so many rows on whole numbers are unpacked before they are multiplied: by two where there are several passes; of
@@ -98,8 +99,6 @@ _MAX_ROWS_ALONE = 6 if _IS_WIDE else 1
 _ROWS_TO_UNPACK = (
     _ANY, _ANY, _ANY, _ANY, _ANY, _ANY if _IS_WIDE else 3 * MAX_ROWS + 1, MAX_ROWS + 1, MAX_ROWS + 1, _ANY
 )  # fmt: skip
-# How many of its steps a single pass over whole panels fetches ahead.
-_STEPS_AHEAD = 64
 
 
 def _pass_of(
@@ -107,7 +106,7 @@ def _pass_of(
     *,
     together: bool,
     ahead: bool,
-    num_panels: int = 1,
+    abreast: bool = False,
     kind_of: Callable[[int], int] = lambda kind: kind,
 ) -> Callable[..., None]:
     """A kernel for a number of rows out of `rows` (of any other it computes nothing), and a panel.
@@ -119,13 +118,16 @@ def _pass_of(
 
     Args:
         together: whether x is `[K][rows]`, and not rows some distance apart.
-        num_panels: at once.
+        abreast: whether it takes several panels at once.
         kind_of: the kind as which weights of another are multiplied.
     """
 
     def emit_of(kind: int) -> Callable[..., None]:
         def emit_rows(count: int, builder: Any, *arguments: Any) -> None:
-            _emit_pass(builder, count, kind_of(kind), together, ahead, num_panels, *arguments)
+            num_panels = _PANELS_ABREAST[count - 1] if abreast else 1
+            # Two panels are read too slowly by themselves where a line lasts for several steps, and four are not.
+            fetches = ahead or (num_panels == 2 and PANEL * _ITEM_BYTES[kind] < LINE_BYTES)
+            _emit_pass(builder, count, kind_of(kind), together, fetches, num_panels, *arguments)
 
         return partial(_emit_by_rows, rows, emit_rows)
 
@@ -180,11 +182,12 @@ def _emit_pass(
         step = vir.advance(builder, panel, step_bytes, loop.index)
         weight_places = vectors_of(step, panel_bytes, vector_bytes)
         loaded = [_LOADS[kind](builder, place, alignment=vector_bytes) for place in weight_places]
-        if ahead:
-            line = vir.advance(builder, fetch, fetch_step, loop.index)
-            # As many as the step reads where this may be the only pass; of several each fetches a share.
-            for n in range(0, LINE_BYTES if together else _NUM_VECTORS * vector_bytes, LINE_BYTES):
-                vir.prefetch(builder, vir.offset(builder, line, n))
+        if together:  # of several passes each fetches a share
+            vir.prefetch(builder, vir.advance(builder, fetch, fetch_step, loop.index))
+        elif ahead:
+            for place in weight_places[::_NUM_VECTORS]:
+                for n in range(0, _NUM_VECTORS * vector_bytes, LINE_BYTES):
+                    vir.prefetch(builder, vir.offset(builder, place, n + BYTES_AHEAD))
         places = [vir.advance(builder, row, x_step, loop.index) for row in rows]
         if num_in_step == 1:
             add_products(places, loaded)
@@ -219,7 +222,7 @@ def _emit_pass(
 
 # For hardly any rows and several panels; for few, which go at the speed of memory by themselves; for more of them; and
 # for passes of even more: no even share of more rows than `MAX_ROWS` is less than half of the most.
-_abreast = _pass_of(range(1, _ROWS_ABREAST + 1), together=False, ahead=False, num_panels=_PANELS_ABREAST)
+_abreast = _pass_of(range(1, _ROWS_ABREAST + 1), together=False, ahead=False, abreast=True)
 _few = _pass_of(range(1, _MAX_ROWS_ALONE + 1), together=False, ahead=False)
 _more = _pass_of(range(_MAX_ROWS_ALONE + 1, MAX_ROWS + 1), together=False, ahead=True)
 _ROWS_OF_MANY = range(MAX_ROWS // 2, MAX_ROWS + 1)
@@ -348,6 +351,12 @@ def _num_passes(num_rows):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, inline="always")
+def _panels_abreast(num_rows):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """How many panels a pass takes at once."""
+    return _PANELS_ABREAST[num_rows - 1] if num_rows <= _ROWS_ABREAST else 1
+
+
+@numba.njit(nogil=True, inline="always")
 def _first_row(index, num_passes, num_rows):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """Where pass `index` of as even ones as there can be begins: the first `num_rows % num_passes` have a row more."""
     return index * (num_rows // num_passes) + min(index, num_rows % num_passes)
@@ -363,12 +372,13 @@ def _multiply_panels(  # type: ignore[no-untyped-def] # pragma: no cover - compi
     while index < end:
         panel, place, of_panel = panels + index * panel_bytes, y + index * _OUTPUT_BYTES, scales + index * scales_bytes
         shift = bias + index * _OUTPUT_BYTES if bias else 0
-        if num_rows <= _ROWS_ABREAST and end - index >= _PANELS_ABREAST:
+        abreast = _panels_abreast(num_rows)
+        if 1 < abreast <= end - index:
             _multiply_abreast(
                 kind, x, x_stride, num_rows, k, panel, panel_bytes, shift, place, y_stride, of_panel, scales_bytes,
-                group,
+                group, abreast,
             )  # fmt: skip
-            index += _PANELS_ABREAST
+            index += abreast
         elif kind >= _INT4 and num_rows >= _ROWS_TO_UNPACK[kind]:
             _multiply_unpacked(kind, x, num_rows, k, panel, shift, place, y_stride, of_panel, group)
             index += 1
@@ -385,13 +395,14 @@ def _at_once(kind, begin, k, group):  # type: ignore[no-untyped-def] # pragma: n
 
 @numba.njit(nogil=True, inline="always")
 def _multiply_abreast(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    kind, x, x_stride, num_rows, k, panel, panel_bytes, bias, y, y_stride, scales, scales_bytes, group
-):
+    kind, x, x_stride, num_rows, k, panel, panel_bytes, bias, y, y_stride, scales, scales_bytes, group,
+    num_panels,
+):  # fmt: skip
     """As `_multiply_panel`, of several panels and hardly any rows."""
     number_bytes, step_bytes = FLOAT_BYTES * _NUMBERS_PER_STEP[kind], PANEL * _ITEM_BYTES[kind]
     if kind >= _INT8:
         for index in range(num_rows):
-            for other in range(_PANELS_ABREAST):
+            for other in range(num_panels):
                 _clear(y + index * y_stride + other * _OUTPUT_BYTES)
     begin = 0
     while begin < k:
@@ -403,7 +414,7 @@ def _multiply_abreast(  # type: ignore[no-untyped-def] # pragma: no cover - comp
         begin += count
     if bias:
         for index in range(num_rows):
-            for other in range(_PANELS_ABREAST):
+            for other in range(num_panels):
                 add_bias(y + index * y_stride + other * _OUTPUT_BYTES, bias + other * _OUTPUT_BYTES)
 
 
@@ -478,10 +489,7 @@ def _multiply_group(  # type: ignore[no-untyped-def] # pragma: no cover - compil
     num_passes = _num_passes(num_rows)
     step = step_bytes // num_passes
     if num_passes == 1:
-        ahead = panel + step_bytes * _STEPS_AHEAD
-        _more(
-            kind, num_rows, x + begin * number_bytes, x_stride, panel, count, y, y_stride, ahead, step, scales, 0, 0
-        )
+        _more(kind, num_rows, x + begin * number_bytes, x_stride, panel, count, y, y_stride, 0, 0, scales, 0, 0)
         return
     for index in range(num_passes):
         row = _first_row(index, num_passes, num_rows)
@@ -548,7 +556,7 @@ def _multiply_gated(kind, first, end, arguments):  # type: ignore[no-untyped-def
     """
     x, x_stride, num_rows, k, panels, num_pairs, bias, both, scales, group, y = _eleven_words(arguments)
     both_stride, y_stride = 2 * num_pairs * _OUTPUT_BYTES, num_pairs * _OUTPUT_BYTES
-    at_once = _PANELS_ABREAST // 2 if num_rows <= _ROWS_ABREAST else 1
+    at_once = max(_panels_abreast(num_rows) // 2, 1)
     for begin in range(first, end, at_once):
         behind = min(begin + at_once, end)
         _multiply_panels(

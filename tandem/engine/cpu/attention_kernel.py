@@ -30,7 +30,8 @@ from tandem.engine.cpu.attention_lanes import (
     BLOCK_LANES,
     HALF,
     HEAD_UNIT,
-    VEC,
+    LANES,
+    PARTS,
     attend_lanes,
     kv_loader,
     make_scratch,
@@ -42,7 +43,7 @@ from tandem.engine.cpu.vector_ir import BFLOAT16, FLOAT32, INT8, KV_ITEM_BYTES, 
 from tandem.engine.huge_pages import FLOAT_BYTES, LINE_BYTES
 from tandem.engine.layout import KVLayout
 
-_vec, _half = VEC, HALF
+_vec, _half = PARTS, HALF
 # Numba takes these for constants.
 _LANES, _VECTOR_BYTES = _vec.lanes, _vec.num_bytes
 #: Heads that share a load, at most: their sums have registers.
@@ -53,7 +54,7 @@ _TILE_SLOTS = 4
 #: lanes that rest and the unpacking of pages cost more than they save.
 _FEW_ROWS, _FEWEST_LANES = 8, 2 * _LANES
 #: No more lanes than these in a last vector are worth that vector.
-_TAIL_LANES = _LANES * 3 // 8
+_TAIL_LANES = LANES * 3 // 8
 # Keys, and by two values, are prefetched twice, because a CPU with too many outstanding prefetches drops some: once
 # with the next page, and once so many bytes ahead, which is still early enough.
 NEAR_BYTES = 8192
@@ -248,14 +249,14 @@ def _emit_exponentials(builder: Any, scores: Any, vectors: Any, greatest: Any) -
     stride = vectors.type(_vec.num_bytes)
     with cgutils.for_range(builder, vectors) as loop:
         place = vir.advance(builder, scores, stride, loop.index)
-        weight = weight_of(builder, builder.fsub(_vec.load(builder, place), subtrahend))
+        weight = weight_of(_vec, builder, builder.fsub(_vec.load(builder, place), subtrahend))
         _vec.store(builder, weight, place)
         builder.store(builder.fadd(builder.load(total), weight), total)
     return _vec.sum_of(builder, builder.load(total))
 
 
 def _emit_weight(builder: Any, difference: Any) -> Any:
-    weight = weight_of(builder, _vec.spread(builder, difference))
+    weight = weight_of(_vec, builder, _vec.spread(builder, difference))
     return builder.extract_element(weight, ir.Constant(ir.IntType(32), 0))
 
 
@@ -596,7 +597,7 @@ def _rows_of_block(num_rows: int, group: int) -> int:
     count = min(max(BLOCK_LANES // group, 2), num_rows)
     if count * group < _FEWEST_LANES:
         return min(count, _FEW_ROWS)
-    tail = count * group % _LANES
+    tail = count * group % LANES
     return max(count - -(-tail // group), 1) if 0 < tail <= _TAIL_LANES else count
 
 

@@ -1,6 +1,6 @@
 """Attention of many queries at once on the CPU: each query has a lane of a vector, and a page serves them all.
 
-The queries of a KV head, those of all rows and of all heads that share it, are cut into slices that fill a vector.
+The queries of a KV head, those of all rows and of all heads that share it, are cut into slices of a vector of sixteen.
 Queries and sums of a slice lie transposed, number by number, so that a number of a key or of a value is multiplied with
 all lanes, and softmax needs no sums across lanes. Pages are unpacked to float32 first, once for all slices.
 
@@ -28,16 +28,20 @@ from tandem.engine.cpu.vector_ir import BFLOAT16, INT8, KV_ITEM_BYTES, SCALE_BYT
 from tandem.engine.huge_pages import FLOAT_BYTES
 
 _IS_WIDE = vir.has_wide_vectors()
-VEC = vir.Vectors(16 if _IS_WIDE else 8)
+#: What a row alone multiplies at once: the numbers of a register.
+PARTS = vir.Vectors(16 if _IS_WIDE else 8)
+#: Queries of a slice. Where a register has eight numbers that is two of them: a number of a key or of a value, which is
+#: loaded for each product, then serves both.
+VEC = vir.Vectors(16)
 #: What the length of a head must be a multiple of: half a vector of sixteen may be left beyond whole ones.
 HEAD_UNIT = 8
-HALF = vir.Vectors(HEAD_UNIT) if VEC.lanes > HEAD_UNIT else None
+HALF = vir.Vectors(HEAD_UNIT) if PARTS.lanes > HEAD_UNIT else None
 # Numba takes these for constants.
-_LANES, _VECTOR_BYTES = VEC.lanes, VEC.num_bytes
+LANES, _VECTOR_BYTES, _PARTS = VEC.lanes, VEC.num_bytes, PARTS.lanes
 #: Keys whose scores are made together: their sums, two for each, and what these are made of just have registers.
-_TILE_KEYS = 8 if _IS_WIDE else 4
+_TILE_KEYS = 8 if _IS_WIDE else 3
 #: Numbers of a head whose sums are made together.
-_TILE_NUMBERS = 8
+_TILE_NUMBERS = 8 if _IS_WIDE else 4
 #: Queries of a KV head that share unpacked pages, about.
 BLOCK_LANES = 128
 
@@ -51,10 +55,10 @@ def kv_loader(vec: vir.Vectors, kind: int) -> Callable[[Any, Any], Any]:
     return vec.load
 
 
-def weight_of(builder: Any, difference: Any) -> Any:
+def weight_of(vec: vir.Vectors, builder: Any, difference: Any) -> Any:
     """`exp(difference)`, of numbers of at most zero; nothing where it would be less than the least normal number."""
-    is_nothing = builder.fcmp_ordered("<", difference, VEC.constant(-87.3))
-    return builder.select(is_nothing, VEC.constant(0.0), VEC.exponential(builder, difference))
+    is_nothing = builder.fcmp_ordered("<", difference, vec.constant(-87.3))
+    return builder.select(is_nothing, vec.constant(0.0), vec.exponential(builder, difference))
 
 
 def _unpack_of(kind: int) -> Callable[..., None]:
@@ -67,18 +71,18 @@ def _unpack_of(kind: int) -> Callable[..., None]:
     def emit(
         builder: Any, source: Any, stride: Any, slots: Any, numbers: Any, destination: Any, ahead: Any
     ) -> None:  # fmt: skip
-        whole = builder.udiv(numbers, numbers.type(_LANES))
-        rest_at = builder.mul(whole, whole.type(_LANES))
+        whole = builder.udiv(numbers, numbers.type(_PARTS))
+        rest_at = builder.mul(whole, whole.type(_PARTS))
         has_rest = builder.icmp_unsigned("<", rest_at, numbers)
-        part_bytes = _LANES * item_bytes
+        part_bytes = _PARTS * item_bytes
         with cgutils.for_range(builder, slots) as loop:
             start = vir.advance(builder, source, stride, loop.index)
             to = vir.advance(builder, destination, builder.mul(numbers, numbers.type(FLOAT_BYTES)), loop.index)
             with cgutils.for_range(builder, whole) as part:
                 place = vir.advance(builder, start, part.index.type(part_bytes), part.index)
                 vir.prefetch(builder, builder.add(place, ahead))
-                loaded = kv_loader(VEC, kind)(builder, place)
-                VEC.store(builder, loaded, vir.advance(builder, to, part.index.type(_VECTOR_BYTES), part.index))
+                loaded = kv_loader(PARTS, kind)(builder, place)
+                PARTS.store(builder, loaded, vir.advance(builder, to, part.index.type(PARTS.num_bytes), part.index))
             if HALF is not None:
                 with builder.if_then(has_rest, likely=False):
                     place = vir.advance(builder, start, rest_at.type(item_bytes), rest_at)
@@ -121,12 +125,12 @@ def _emit_scores(
     The partial sums of a vector's lanes are made two and two, those that are added to each other first.
     Arguments: queries, numbers of one, keys, first, end, scores; then the scale.
     """
-    half = _LANES // 2
+    half = _PARTS // 2
     pair_bytes = _TILE_KEYS * _VECTOR_BYTES
     pair_sums = builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(VEC.type, half * _TILE_KEYS)), first.type)
     key_bytes = builder.mul(numbers, numbers.type(FLOAT_BYTES))
-    whole = builder.udiv(numbers, numbers.type(_LANES))
-    has_rest = builder.icmp_unsigned("!=", builder.urem(numbers, numbers.type(_LANES)), numbers.type(0))
+    whole = builder.udiv(numbers, numbers.type(_PARTS))
+    has_rest = builder.icmp_unsigned("!=", builder.urem(numbers, numbers.type(_PARTS)), numbers.type(0))
     numbers_each = builder.udiv(numbers, numbers.type(half))
     factor = VEC.spread(builder, scale)
     with cgutils.for_range_slice(builder, first, end, first.type(_TILE_KEYS)) as (slot, _):
@@ -141,7 +145,7 @@ def _emit_scores(
             def add(which: int, step: Any, own: Any = own, along: Any = along, sums: Any = sums) -> None:
                 row = _row(builder, own, builder.add(builder.mul(step, step.type(2)), step.type(which)))
                 part = VEC.load(builder, row)
-                place = vir.advance(builder, along, step.type(_VECTOR_BYTES), step)
+                place = vir.advance(builder, along, step.type(PARTS.num_bytes), step)
                 place = vir.offset(builder, place, which * half * FLOAT_BYTES)
                 for key, total in enumerate(sums[which]):
                     number = vir.load_real(builder, vir.advance(builder, place, key_bytes, key))
@@ -191,7 +195,7 @@ def _weigh_slots(*, masked: bool) -> Any:
         now = builder.load(found)
         rises = builder.fcmp_ordered(">", now, before)
         with builder.if_then(VEC.any_lane(builder, rises)):
-            factors = builder.select(rises, weight_of(builder, builder.fsub(before, now)), VEC.constant(1.0))
+            factors = builder.select(rises, weight_of(VEC, builder, builder.fsub(before, now)), VEC.constant(1.0))
             VEC.store(builder, now, greatest)
             _multiply(builder, weight_sum, factors)
             with cgutils.for_range(builder, numbers) as loop:
@@ -200,11 +204,11 @@ def _weigh_slots(*, masked: bool) -> Any:
             now = builder.select(builder.fcmp_ordered("==", now, nothing), VEC.constant(0.0), now)
         with cgutils.for_range(builder, slots) as loop:
             row = _row(builder, scores, loop.index)
-            VEC.store(builder, weight_of(builder, builder.fsub(VEC.load(builder, row), now)), row)
+            VEC.store(builder, weight_of(VEC, builder, builder.fsub(VEC.load(builder, row), now)), row)
 
         def sum_of(first: int, step: int) -> Any:
             """Added as `Vectors.sum_of` adds lanes."""
-            if step < _LANES:
+            if step < _PARTS:
                 return builder.fadd(*(sum_of(begin, 2 * step) for begin in (first, first + step)))
             total = cgutils.alloca_once_value(builder, VEC.constant(0.0))
             with cgutils.for_range_slice(builder, slots.type(first), slots, slots.type(step)) as (slot, _):
@@ -309,23 +313,23 @@ def attend_lanes(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     greatest, weight_sum, lows, lengths, queries, total, scores, keys, values, key_scales, value_scales = scratch
     group = num_heads // kv_heads
     lanes = num_rows * group
-    slices = (lanes + _LANES - 1) // _LANES
+    slices = (lanes + LANES - 1) // LANES
     kv_bytes = head_dim * KV_ITEM_BYTES[kind] + SCALE_BYTES[kind]
     token_bytes = kv_heads * kv_bytes
     part_bytes = page_size * token_bytes
-    padded = (page_size + _LANES - 1) // _LANES * _LANES
+    padded = (page_size + _PARTS - 1) // _PARTS * _PARTS
     given, sinks, to = float32s(query), float32s(sinks_at), float32s(output)
     for piece in range(slices):
-        for lane in range(_LANES):
+        for lane in range(LANES):
             # The lanes beyond the last query do the same as it; nobody reads them.
-            which = min(piece * _LANES + lane, lanes - 1)
+            which = min(piece * LANES + lane, lanes - 1)
             head = kv_head * group + which % group
             start = ((first_row + which // group) * num_heads + head) * head_dim
             place = lane
-            for index in range(_LANES // 2):  # in the order in which scores are made of them
-                for number in range(index, head_dim, _LANES // 2):
+            for index in range(_PARTS // 2):  # in the order in which scores are made of them
+                for number in range(index, head_dim, _PARTS // 2):
                     queries[piece, place] = given[start + number]
-                    place += _LANES
+                    place += LANES
             greatest[piece, lane] = sinks[head] if sinks_at else -np.inf
     total[:slices] = 0
     weight_sum[:slices] = 1 if sinks_at else 0  # a sink is as a first score, whose value is zero
@@ -343,15 +347,15 @@ def attend_lanes(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
         _unpack_slots(kind, key + part_bytes, token_bytes, slots, head_dim, values, value_scales, ahead)
         for piece in range(slices):
             # Some row sees the slots `[seen, seen_end)`; all see all of the page where none is `masked`.
-            low = first_position + piece * _LANES // group
-            high = first_position + (min((piece + 1) * _LANES, lanes) - 1) // group
+            low = first_position + piece * LANES // group
+            high = first_position + (min((piece + 1) * LANES, lanes) - 1) // group
             seen, seen_end = _seen(low, begin, page_size, window)[0], min(high + 1 - begin, page_size)
             if seen >= seen_end:
                 continue
             masked = low + 1 - begin < padded or page_size < padded or _seen(high, begin, page_size, window)[0] > 0
             if masked:
-                for lane in range(_LANES):
-                    position = first_position + min(piece * _LANES + lane, lanes - 1) // group
+                for lane in range(LANES):
+                    position = first_position + min(piece * LANES + lane, lanes - 1) // group
                     lows[lane], end = _seen(position, begin, page_size, window)
                     lengths[lane] = max(end - lows[lane], 0)
             of_greatest, of_sum = greatest[piece].ctypes.data, weight_sum[piece].ctypes.data
@@ -363,7 +367,7 @@ def attend_lanes(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
             if SCALE_BYTES[kind]:
                 _scale(rows, seen, seen_end, key_scales.ctypes.data)
             if softcap > 0:
-                for place in range(seen * _LANES, seen_end * _LANES):
+                for place in range(seen * LANES, seen_end * LANES):
                     scores[place] = softcap * math.tanh(scores[place] / softcap)
             if masked:
                 _weigh_seen(rows, padded, of_greatest, of_sum, of_total, head_dim, bounds, bound_lengths)
@@ -377,28 +381,29 @@ def attend_lanes(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
             else:
                 _add(rows, seen, seen_end, at, head_dim, of_total, bounds, bound_lengths)
     for which in range(lanes):
-        piece, lane = which // _LANES, which % _LANES
+        piece, lane = which // LANES, which % LANES
         inverse = np.float32(1.0) / weight_sum[piece, lane]
         start = ((first_row + which // group) * num_heads + kv_head * group + which % group) * head_dim
         for number in range(head_dim):
-            to[start + number] = total[piece, number * _LANES + lane] * inverse
+            to[start + number] = total[piece, number * LANES + lane] * inverse
 
 
 @inlined
 def make_scratch(lanes, head_dim, page_size):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """Memory for `attend_lanes` with up to so many queries of a KV head."""
-    slices = (lanes + _LANES - 1) // _LANES
-    padded = (page_size + _LANES - 1) // _LANES * _LANES
+    slices = (lanes + LANES - 1) // LANES
+    padded = (page_size + _PARTS - 1) // _PARTS * _PARTS
+    room = padded + _TILE_KEYS  # of the last tile some keys may not be any
     return (
-        on_lines(slices * _LANES).reshape(slices, _LANES),
-        on_lines(slices * _LANES).reshape(slices, _LANES),
-        np.empty(_LANES, dtype=np.int32),
-        np.empty(_LANES, dtype=np.int32),
-        on_lines(slices * head_dim * _LANES).reshape(slices, head_dim * _LANES),
-        on_lines(slices * head_dim * _LANES).reshape(slices, head_dim * _LANES),
-        on_lines(padded * _LANES),
-        on_lines(padded * head_dim),
-        on_lines(padded * head_dim),
+        on_lines(slices * LANES).reshape(slices, LANES),
+        on_lines(slices * LANES).reshape(slices, LANES),
+        np.empty(LANES, dtype=np.int32),
+        np.empty(LANES, dtype=np.int32),
+        on_lines(slices * head_dim * LANES).reshape(slices, head_dim * LANES),
+        on_lines(slices * head_dim * LANES).reshape(slices, head_dim * LANES),
+        on_lines(room * LANES),
+        on_lines(room * head_dim),
+        on_lines(room * head_dim),
         np.empty(padded, dtype=np.float32),
         np.empty(padded, dtype=np.float32),
     )

@@ -392,12 +392,13 @@ class ScriptedDecode(ScriptedWorker, DecodeServiceServicer):
     def Attach(self, request: decode_pb2.AttachRequest, context: Any) -> decode_pb2.AttachReply:
         """Prefill says that it will write: with nothing scripted, the handoff succeeds at once."""
         self._hang(context)
+        is_auto = self.auto  # before a test hears of it, and may go on to change that
         self.note(Attached(request))
         key = (request.request_id, request.attempt)
         reserves = (c.reserve for c in self.received if c.WhichOneof("command") == "reserve")
         reserve = next(r for r in reserves if (r.request_id, r.attempt) == key)
         # With one token the first one ends it, and prefill hands nothing off.
-        if self.auto and reserve.sampling.max_tokens > 1:
+        if is_auto and reserve.sampling.max_tokens > 1:
             threading.Thread(target=self.generate, args=(reserve,), daemon=True).start()
         return decode_pb2.AttachReply(ok=True, lease_s=10)
 

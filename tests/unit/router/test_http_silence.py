@@ -47,12 +47,12 @@ def test_what_a_silent_prefill_worker_has_not_begun_another_one_computes(make_si
     site.add(other)
     if granted == "before":
         site.decode.grant(reserve)
-        site.prefill.wait_for("attach")
+        site.decode.wait_for("attach")
         hear(site, site.prefill)
     site.prefill.go_silent()
     if granted == "meanwhile":
         site.decode.grant(reserve)
-        site.prefill.wait_for("attach")
+        site.decode.wait_for("attach")
     site.decode.auto = True
     assert text(under_way) == "abcde"
     assert other.wait_for("start").attempt == 2

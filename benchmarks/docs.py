@@ -1,8 +1,9 @@
 """Generate `docs/benchmarks.md` from the measurements in `docs/figures/`: `peers.json`, `peers_bfloat16.json`,
 `peers_quantized.json`, `conversations.json`, `parts.json`, `placement.json`, `autoscale.json`, `autoscale_live.json`,
-`scale.json`, `paper.json`, `links.json`, `kernels.json`, `accuracy.json`, `host.json`, `speculation.json`,
-`simulated.json`, `predict.json`, `gpu_check.json`, all of the folders `grid` and `goodput`, and plots of some; and of
-`law.json` a part of `docs/performance.md` and its plot, of `studies.json` `docs/studies.md` and its plots.
+`scale.json`, `paper.json`, `links.json`, `kernels.json`, `kernels_avx2.json`, `accuracy.json`, `host.json`,
+`speculation.json`, `simulated.json`, `predict.json`, `gpu_check.json`, all of the folders `grid` and `goodput`, and
+plots of some; and of `law.json` a part of `docs/performance.md` and its plot, of `studies.json` `docs/studies.md` and
+its plots.
 
     python -m benchmarks.docs                           write it
     python -m benchmarks.docs --check                   fail when the committed one is stale
@@ -18,6 +19,7 @@ import itertools
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -395,11 +397,11 @@ def _circumstances(measured: dict[str, Any]) -> Iterator[str]:
     yield f"| with | {listed(measured['versions'])} |"
 
 
-def _kernels_section(measured: dict[str, Any]) -> Iterator[str]:
+def _kernels_section(measured: dict[str, Any], title: str = "Kernels") -> Iterator[str]:
     """The engine's kernels against what the machine's threads can do."""
     reports = measured["reports"]
     yield ""
-    yield "## Kernels"
+    yield f"## {title}"
     yield ""
     yield "Measured by `python -m benchmarks kernels`, which takes each kernel's limit from what libraries reach on as"
     yield "many threads; [benchmarking.md](benchmarking.md) says how. Shares are the limit over the median run."
@@ -537,6 +539,12 @@ SECTIONS = (
     _section("paper", PAPER_FORMAT, PAPER_COMMAND, paper_section),
     _section("links", LINKS_FORMAT, "`python -m benchmarks link`", links_section),
     _section("kernels", kernels_command.FORMAT, "`python -m benchmarks kernels`", _kernels_section),
+    _section(
+        "kernels_avx2",
+        kernels_command.FORMAT,
+        "`python -m benchmarks kernels`",
+        partial(_kernels_section, title="Kernels where a CPU has no AVX-512"),
+    ),
     _section("accuracy", ACCURACY_FORMAT, ACCURACY_COMMAND, accuracy_section),
     _section("host", HOST_FORMAT, "`python -m benchmarks host`", host_section),
     _section("speculation", SPECULATION_FORMAT, SPECULATION_COMMAND, speculation_section),

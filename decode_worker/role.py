@@ -6,6 +6,7 @@ so no grant waits for a step. On the *runner's* thread they are in the batch. Th
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as SeqOf
@@ -38,6 +39,9 @@ from tandem.worker.spans import before
 from tandem.worker.step import SampleTokens
 from tandem.worker.turn import turn_of
 from tandem.worker.validate import open_journals, validate
+
+# What prompts take beside steps that do nothing but generate is looked at this often.
+_PROMPT_STEPS_S = 0.1
 
 Submit = Callable[[Callable[[], None]], None]
 """Runs a call on a thread, in order."""
@@ -106,6 +110,8 @@ class DecodeRole:
         self._has_changed = False
         self._num_fetching = 0  # attempts that wait for pages to be read; of the driver's thread
         self._step_began_s = 0.0
+        # Beside how many who ran it was noted what prompts take, and when.
+        self._prompt_steps_noted: tuple[int, float] = 0, -math.inf
         self._num_generating: int | None = None  # in that step; `None`: nobody asks
         self._taken: tuple[float, int | None] = 0.0, None  # of the last one that was sampled: seconds, and the same
 
@@ -499,8 +505,18 @@ class DecodeRole:
             if batch.num_chunk_tokens or batch.num_paced_tokens:
                 self._note_chunks(batch, took_s)
             self._tokens.book(batch)
-            self._counters.prompt_steps = self._scheduler.prompt_steps()  # beside those who are left
+            num_running, noted_s = self._prompt_steps_noted
+            # Where steps only generate for the same, it hardly changes, and routers are not told of each.
+            has_prompts = batch.num_chunk_tokens or batch.num_paced_tokens
+            has_changed = has_prompts or len(self._scheduler.running) != num_running
+            if has_changed or self._step_began_s + took_s - noted_s >= _PROMPT_STEPS_S:
+                self._note_prompt_steps(self._step_began_s + took_s)
         self.snapshot()
+
+    def _note_prompt_steps(self, now_s: float) -> None:
+        """What prompts would take beside those who are left."""
+        self._counters.prompt_steps = self._scheduler.prompt_steps()
+        self._prompt_steps_noted = len(self._scheduler.running), now_s
 
     def _note_chunks(self, batch: Batch, took_s: float) -> None:
         """Note the chunks of prompts, and tell of those that are computed. No other step has begun since."""
@@ -539,7 +555,7 @@ class DecodeRole:
 
     def going_idle(self) -> None:
         with self._lock:
-            self._counters.prompt_steps = self._scheduler.prompt_steps()
+            self._note_prompt_steps(self._clock.now())
         self.snapshot()
 
     # -- on either thread

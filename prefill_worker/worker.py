@@ -65,6 +65,7 @@ class PrefillWorker:
             lambda: [parts.info, *parts.cache.everything()],
             parts.read_status,
             self.read_report,
+            lambda: parts.load.newest,
             parts.cache.news,
             join=join_events,
             heartbeat_s=transport.lease_s / 4,

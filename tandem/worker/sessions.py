@@ -1,8 +1,8 @@
 """The worker's end of its sessions with routers: commands in, events out, status as the heartbeat.
 
 One bidirectional stream per router. Events of one step leave in one message, those of several where the router is
-behind. The end of a stream, however it comes, ends all that the router had started here: no request outlives the router
-that wants it.
+behind, with a status where that says something new to place requests by. The end of a stream, however it comes, ends
+all that the router had started here: no request outlives the router that wants it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Generic, Protocol, TypeVar
+from operator import attrgetter
+from typing import Any, Generic, Protocol, TypeVar
 
 from tandem.rpc.duplex import ServedStream
 from tandem.rpc.v1 import common_pb2 as pb
@@ -18,6 +19,22 @@ from tandem.rpc.v1 import common_pb2 as pb
 Command = TypeVar("Command", contravariant=True)
 Event = TypeVar("Event")
 Events = TypeVar("Events")
+
+
+class Load(Protocol):
+    """A status, or what it is made of: what requests are placed by."""
+
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_queued(self) -> int: ...
+    @property
+    def num_queued_tokens(self) -> int: ...
+    @property
+    def num_incoming(self) -> int: ...
+
+
+_figures = attrgetter("num_running", "num_queued", "num_queued_tokens", "num_incoming")
 
 
 class SessionHandler(Protocol[Command]):
@@ -36,11 +53,13 @@ class SessionHub(Generic[Command, Event, Events]):
     Args:
         handler: gets the commands, and has each in the status when it returns. Its sessions begin once it is complete.
         loop: the worker's event loop.
-        make_events: builds a message of events, a status, and how many of the session's commands the status shows.
+        make_events: builds a message of events, and maybe a status and how many of the session's commands that shows.
         hello: the first events of every session.
         take_news: events for all routers that have come up since the last call; asked for before each status of all.
         read_status: a fresh snapshot of the worker's load; must be safe to call from the event loop.
         read_report: the same, with what is too long for every message: for hellos and heartbeats.
+        read_load: of the status what requests are placed by. Where that is as it was last told, events go without a
+            status, which would cost more than a token.
         join: adds its second message to the first one, and says so, where they may go as one.
         heartbeat_s: longest silence towards a router, in seconds.
         interval_s: shortest time between two messages that carry a changed status only, in seconds.
@@ -50,10 +69,11 @@ class SessionHub(Generic[Command, Event, Events]):
         self,
         handler: SessionHandler[Command],
         loop: asyncio.AbstractEventLoop,
-        make_events: Callable[[Sequence[Event], pb.WorkerStatus, int], Events],
+        make_events: Callable[[Sequence[Event], pb.WorkerStatus | None, int], Events],
         hello: Callable[[], Sequence[Event]],
         read_status: Callable[[], pb.WorkerStatus],
         read_report: Callable[[], pb.WorkerStatus],
+        read_load: Callable[[], Load],
         take_news: Callable[[], Sequence[Event]] = lambda: (),
         *,
         join: Callable[[Events, Events], bool],
@@ -67,11 +87,14 @@ class SessionHub(Generic[Command, Event, Events]):
         self._hello = hello
         self._read_status = read_status
         self._read_report = read_report
+        self._read_load = read_load
         self._take_news = take_news
         self._heartbeat_s = heartbeat_s
         self._interval_s = interval_s
         self._sessions: dict[int, ServedStream[Events]] = {}
         self._num_commands: dict[int, int] = {}  # of each session, that were taken in
+        # Of each session: the load as it was last told, and how many of its commands that shows.
+        self._told: dict[int, tuple[Any, int]] = {}
         self._next = 0
         self._changed = asyncio.Event()
         self._num_told = 0  # requests, as all routers were last told
@@ -97,11 +120,16 @@ class SessionHub(Generic[Command, Event, Events]):
         return len(self._sessions)
 
     def _deliver(self, events_by_session: Mapping[int, Sequence[Event]]) -> None:
-        status = self._read_status()
+        load, status = _figures(self._read_load()), None
         for number, events in events_by_session.items():
             session = self._sessions.get(number)
-            if session is not None:
-                self._put(session, events, status)
+            if session is None:
+                continue
+            if self._told.get(number) == (load, self._num_commands[number]):
+                session.put(self._make_events(events, None, 0))
+                continue
+            status = status or self._read_status()
+            self._put(session, events, status)
 
     def _note_change(self) -> None:
         """Several routers must hear at once of requests that come and go: else all send theirs to one idle worker."""
@@ -118,7 +146,9 @@ class SessionHub(Generic[Command, Event, Events]):
             self._put(session, news, status)
 
     def _put(self, session: ServedStream[Events], events: Sequence[Event], status: pb.WorkerStatus) -> None:
-        session.put(self._make_events(events, status, self._num_commands[session.number]))
+        num_commands = self._num_commands[session.number]
+        self._told[session.number] = _figures(status), num_commands
+        session.put(self._make_events(events, status, num_commands))
 
     async def run(self, commands: AsyncIterator[Command]) -> AsyncIterator[Events]:
         """Serve one router until either side ends."""
@@ -161,6 +191,7 @@ class SessionHub(Generic[Command, Event, Events]):
         session.drop()
         if self._sessions.pop(session.number, None) is not None:
             del self._num_commands[session.number]
+            self._told.pop(session.number, None)
             self._handler.session_ended(session.number)
 
     async def beat(self) -> None:

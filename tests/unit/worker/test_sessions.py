@@ -37,7 +37,7 @@ class Handler:
 @dataclass
 class Message:
     events: list[str]
-    status: pb.WorkerStatus
+    status: pb.WorkerStatus | None
     num_commands: int
 
 
@@ -97,8 +97,9 @@ def make_hub(
     hello: Callable[[], Sequence[str]] = lambda: ["hello"],
     take_news: Callable[[], Sequence[str]] = lambda: (),
     join: Callable[[Message, Message], bool] = lambda message, later: False,
+    read_status: Callable[[], pb.WorkerStatus] | None = None,
 ) -> SessionHub[str, str, Message]:
-    def make(events: Sequence[str], status: pb.WorkerStatus, num_commands: int) -> Message:
+    def make(events: Sequence[str], status: pb.WorkerStatus | None, num_commands: int) -> Message:
         return Message(list(events), status, num_commands)
 
     counter = iter(range(1000))
@@ -107,8 +108,9 @@ def make_hub(
         asyncio.get_running_loop(),
         make,
         hello,
-        lambda: pb.WorkerStatus(num_running=next(counter)),
-        lambda: pb.WorkerStatus(num_running=next(counter), links=pb.LinkReport()),
+        read_status or (lambda: pb.WorkerStatus(num_running=next(counter))),
+        read_status or (lambda: pb.WorkerStatus(num_running=next(counter), links=pb.LinkReport())),
+        read_status or (lambda: pb.WorkerStatus(num_queued=1)),  # as never told: each message has a status
         take_news,
         join=join,
         heartbeat_s=heartbeat_s,
@@ -179,6 +181,35 @@ async def test_what_waits_while_a_router_is_behind_goes_to_it_as_one_message() -
     statuses = [message.status.num_running for message in stream.heard]
     assert statuses == sorted(statuses)
     assert statuses[-1] - statuses[1] == 4, "that of the last event"
+
+
+async def test_events_go_without_a_status_where_that_says_nothing_new() -> None:
+    load = pb.WorkerStatus(num_running=1)
+    hub = make_hub(Handler(), read_status=lambda: pb.WorkerStatus.FromString(load.SerializeToString()))
+    stream, other = Stream(hub), Stream(hub)
+    await stream.events(1)
+    await other.events(1)
+
+    async def told(num: int) -> list[tuple[int, int] | None]:
+        """Of each message: what runs by its status, and the commands that this shows."""
+        await stream.messages(num)
+        return [m.status and (m.status.num_running, m.num_commands) for m in stream.heard]
+
+    hub.emit({0: ["a"]})
+    load.decode_tokens = 7  # which nothing is placed by
+    hub.emit({0: ["b"]})
+    assert await told(3) == [(1, 0), None, None]
+    load.num_running = 2
+    hub.emit({0: ["c"]})
+    hub.emit({0: ["d"]})
+    assert await told(5) == [(1, 0), None, None, (2, 0), None]
+    stream.say("do")
+    await until(lambda: hub._num_commands[0] == 1, "the command")
+    hub.emit({0: ["e"], 1: ["e"]})
+    hub.emit({0: ["f"], 1: ["f"]})
+    assert await told(7) == [(1, 0), None, None, (2, 0), None, (2, 1), None]
+    await other.messages(3)
+    assert [m.status is not None for m in other.heard] == [True, True, False], "another router had not heard of it"
 
 
 async def test_events_go_to_their_session_and_broadcasts_to_all() -> None:

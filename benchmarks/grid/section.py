@@ -51,11 +51,12 @@ def _table_of(content: Content) -> tuple[str, str, str, bool]:
 def _introduction(found: Sequence[Content], num_points: int) -> str:
     settings = found[0]["settings"]
     runs = [run for content in found for run in content["runs"]]
+    num_found = len({point_of(content) for content in found})  # some on several kinds of machine
     dates = sorted(run["date"][:10] for run in runs)
     when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
     peer = f", vLLM with {listed(settings['peer_versions'])}" if "peer_versions" in settings else ""
     return (
-        f"{len(found)} of {num_points} points, measured by `make bench-grid` on {when}; "
+        f"{num_found} of {num_points} points, measured by `make bench-grid` on {when}; "
         f"Tandem at {', '.join(codes_of(TANDEM, runs))}{peer}. "
         "Rows are tokens of a prompt, columns clients; in brackets tokens of an output. Each cell is Tandem's figure "
         "over the other server's, of one run each, with the same prompts: at least a thousand gaps between tokens. "

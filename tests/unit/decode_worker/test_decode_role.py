@@ -31,6 +31,7 @@ from tandem.core.errors import (
 )
 from tandem.core.pages import PagePool, page_keys
 from tandem.core.sampling import SampledToken, SampleRow, SamplingParams
+from tandem.core.step_times import PromptSteps
 from tandem.core.tiers import Fetched
 from tandem.worker.batch import SchedulerLimits
 from tandem.worker.counters import WorkerCounters
@@ -932,3 +933,30 @@ def test_a_step_that_is_to_be_timed_has_ended_when_it_is_sampled(
     is_timed = bool(grammar) or not any(item.samples for item in batch.items)
     assert told[: 2 + is_timed] == (["forward", "finish", "sample"] if is_timed else ["forward", "sample"])
     assert is_timed == (num_tokens == 20 or bool(grammar))
+
+
+def test_what_prompts_would_take_is_looked_at_when_that_may_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, looked_s, look = World(), list[float](), BatchScheduler.prompt_steps
+
+    def noting(scheduler: BatchScheduler) -> PromptSteps:
+        looked_s.append(round(world.clock.now(), 3))
+        return look(scheduler)
+
+    def granted(name: str) -> Grant:
+        world.reserve(name)
+        return next(event.grant for event in reversed(world.events) if isinstance(event, GrantMade))
+
+    monkeypatch.setattr(BatchScheduler, "prompt_steps", noting)
+    began_s, world.step_s = world.clock.now(), 0.03
+    world.hand_off(granted("r"))
+    for _ in range(5):
+        world.step()
+    assert [s - began_s for s in looked_s] == pytest.approx([0.03, 0.15]), "at first, and a tenth of a second later"
+    world.hand_off(granted("other"))
+    world.step()
+    assert looked_s[-1] - began_s == pytest.approx(0.18), "who runs has changed"
+    world.reserve("here", local=10)
+    world.step()
+    assert looked_s[-1] - began_s == pytest.approx(0.21), "a prompt is computed"
+    world.role.going_idle()
+    assert len(looked_s) == 5

@@ -10,7 +10,6 @@ is. Neighbours that are all too light are read once, when their greatest is foun
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,9 +34,15 @@ _TINY = float(np.finfo(np.float64).tiny)
 _LOG2_E = 1.4426950408889634
 #: ln 2 in two parts; the first has zeros at its end, so that its product with an exponent rounds little.
 _LN2_HIGH, _LN2_LOW = 0.6931471803691238, 1.9082149292705877e-10
-#: Factors of the powers of what is left.
-_TAYLOR = tuple(1.0 / math.factorial(power) for power in range(13))
+#: Factors of the powers of what is left, the lowest first: by Chebyshev's polynomials for half of ln 2 on both sides,
+#: 2.2e-16 relative, as Taylor's series is with two powers more.
+_SERIES = (
+    1.0, 1.0000000000000067, 0.5000000000000006, 0.16666666666554406, 0.04166666666657314, 0.008333333385667782,
+    0.0013888888932488599, 0.00019841170270440067, 2.4801504346997686e-05, 2.7640180796210003e-06,
+    2.762635724144735e-07,
+)  # fmt: skip
 _MANTISSA_BITS = 52
+_WHOLE = 1.5 * 2.0**_MANTISSA_BITS
 #: Of float32: all bits but the sign, and those of infinity.
 _BELOW_SIGN, _INFINITE = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
 
@@ -69,14 +74,16 @@ _jit_fast = numba.njit(nogil=True, error_model="numpy", fastmath={"reassoc", "co
 def _emit_times_two_to(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
     number, power = arguments
     word = ir.IntType(64)
-    shifted = builder.shl(builder.sext(power, word), ir.Constant(word, _MANTISSA_BITS))
+    # The last bits of so great a number are whole ones: less than a conversion to a whole number takes.
+    shifted = builder.bitcast(builder.fadd(power, ir.Constant(ir.DoubleType(), _WHOLE)), word)
+    shifted = builder.shl(shifted, ir.Constant(word, _MANTISSA_BITS))
     return builder.bitcast(builder.add(builder.bitcast(number, word), shifted), ir.DoubleType())
 
 
 @intrinsic
 def _times_two_to(_typing, _number, _power):  # type: ignore[no-untyped-def]
-    """`number * 2 ** power`, of float64 and int32, where neither is nor becomes subnormal."""
-    return types.float64(types.float64, types.int32), _emit_times_two_to
+    """`number * 2 ** power`, of a whole `power`, where neither is nor becomes subnormal."""
+    return types.float64(types.float64, types.float64), _emit_times_two_to
 
 
 def _emit_as_real(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
@@ -119,7 +126,8 @@ def _greatest(bits, num):  # type: ignore[no-untyped-def] # pragma: no cover - c
 def _weigh(logits, num, greatest, inverse, weights, sums):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """Write `exp((logits - greatest) * inverse)` and its sums by block. Returns the sum of all.
 
-    2 to the nearest whole power, times a series over the half powers beside it: exact to some 1e-14.
+    2 to the nearest whole power, times a series over the half powers beside it: exact to some 1e-15 near the likeliest,
+    and to 3e-14 far below it.
     """
     total = 0.0
     for first in range(0, num, _BLOCK):
@@ -129,20 +137,18 @@ def _weigh(logits, num, greatest, inverse, weights, sums):  # type: ignore[no-un
             inside = exponent if exponent > _LEAST_EXPONENT else _LEAST_EXPONENT
             twos = np.rint(inside * _LOG2_E)
             rest = (inside - twos * _LN2_HIGH) - twos * _LN2_LOW
-            value = _TAYLOR[12]
-            value = _TAYLOR[11] + rest * value
-            value = _TAYLOR[10] + rest * value
-            value = _TAYLOR[9] + rest * value
-            value = _TAYLOR[8] + rest * value
-            value = _TAYLOR[7] + rest * value
-            value = _TAYLOR[6] + rest * value
-            value = _TAYLOR[5] + rest * value
-            value = _TAYLOR[4] + rest * value
-            value = _TAYLOR[3] + rest * value
-            value = _TAYLOR[2] + rest * value
-            value = _TAYLOR[1] + rest * value
-            value = _TAYLOR[0] + rest * value
-            weight = _times_two_to(value, np.int32(twos))
+            value = _SERIES[10]
+            value = _SERIES[9] + rest * value
+            value = _SERIES[8] + rest * value
+            value = _SERIES[7] + rest * value
+            value = _SERIES[6] + rest * value
+            value = _SERIES[5] + rest * value
+            value = _SERIES[4] + rest * value
+            value = _SERIES[3] + rest * value
+            value = _SERIES[2] + rest * value
+            value = _SERIES[1] + rest * value
+            value = _SERIES[0] + rest * value
+            weight = _times_two_to(value, twos)
             weight = weight if exponent > _LEAST_EXPONENT else 0.0
             weights[index] = weight
             of_block += weight

@@ -104,3 +104,22 @@ def test_where_fewer_than_top_k_have_any_weight_nothing_is_written_behind_the_ro
     assert (members[num:] == -1.0).all()
     edge, _ = kernel._edge(kept, num_heavy, top_k, False, members, bins)
     assert edge == weights[weights > 0].min()
+
+
+def test_weights_are_those_of_a_wider_type() -> None:
+    """To some last bits, fewer far below the greatest; what is lower still, or masked, weighs nothing at all."""
+    num = 100_003
+    logits = np.linspace(-699.0, 0.0, num)
+    weights, sums = np.empty(num), np.empty(num // kernel._BLOCK + 1)
+    total = kernel._weigh(logits, num, 0.0, 1.0, weights, sums)
+    exact = np.exp(logits.astype(np.longdouble))
+    off = np.abs(weights / exact - 1)
+    assert off.max() < 5e-14
+    assert off[logits > -40].max() < 2.5e-15
+    assert off[logits > -5].max() < 1e-15
+    assert weights[-1] == 1.0
+    assert total == pytest.approx(float(exact.sum()), rel=1e-13)
+    few, greatest = np.array([-np.inf, -1e30, -701.0, -0.5, 0.0]), 2.0
+    kernel._weigh(few + greatest, 5, greatest, 1.0, weights, sums)
+    assert weights[:3].tolist() == [0.0] * 3
+    assert weights[3:5].tolist() == pytest.approx([np.exp(-0.5), 1.0], rel=1e-15)

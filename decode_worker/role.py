@@ -40,7 +40,7 @@ from tandem.worker.step import SampleTokens
 from tandem.worker.turn import turn_of
 from tandem.worker.validate import open_journals, validate
 
-# What prompts take beside steps that do nothing but generate is looked at this often.
+# What prompts would take beside steps that do nothing but generate is looked at this often.
 _PROMPT_STEPS_S = 0.1
 
 Submit = Callable[[Callable[[], None]], None]
@@ -110,8 +110,8 @@ class DecodeRole:
         self._has_changed = False
         self._num_fetching = 0  # attempts that wait for pages to be read; of the driver's thread
         self._step_began_s = 0.0
-        # Beside how many who ran it was noted what prompts take, and when.
-        self._prompt_steps_noted: tuple[int, float] = 0, -math.inf
+        # Beside how many who ran it was noted what prompts take, whether some were computed, and when.
+        self._prompt_steps_noted: tuple[int, bool, float] = 0, False, -math.inf
         self._num_generating: int | None = None  # in that step; `None`: nobody asks
         self._taken: tuple[float, int | None] = 0.0, None  # of the last one that was sampled: seconds, and the same
 
@@ -505,18 +505,18 @@ class DecodeRole:
             if batch.num_chunk_tokens or batch.num_paced_tokens:
                 self._note_chunks(batch, took_s)
             self._tokens.book(batch)
-            num_running, noted_s = self._prompt_steps_noted
-            # Where steps only generate for the same, it hardly changes, and routers are not told of each.
-            has_prompts = batch.num_chunk_tokens or batch.num_paced_tokens
-            has_changed = has_prompts or len(self._scheduler.running) != num_running
-            if has_changed or self._step_began_s + took_s - noted_s >= _PROMPT_STEPS_S:
-                self._note_prompt_steps(self._step_began_s + took_s)
+            now_s, has_prompts = self._clock.now(), batch.num_chunk_tokens + batch.num_paced_tokens > 0
+            num_running, had_prompts, noted_s = self._prompt_steps_noted
+            # Where steps go on to generate for the same and do nothing else, it hardly changes.
+            has_changed = has_prompts or had_prompts or len(self._scheduler.running) != num_running
+            if has_changed or now_s - noted_s >= _PROMPT_STEPS_S:
+                self._note_prompt_steps(now_s, has_prompts=has_prompts)
         self.snapshot()
 
-    def _note_prompt_steps(self, now_s: float) -> None:
+    def _note_prompt_steps(self, now_s: float, *, has_prompts: bool) -> None:
         """What prompts would take beside those who are left."""
         self._counters.prompt_steps = self._scheduler.prompt_steps()
-        self._prompt_steps_noted = len(self._scheduler.running), now_s
+        self._prompt_steps_noted = len(self._scheduler.running), has_prompts, now_s
 
     def _note_chunks(self, batch: Batch, took_s: float) -> None:
         """Note the chunks of prompts, and tell of those that are computed. No other step has begun since."""
@@ -555,7 +555,7 @@ class DecodeRole:
 
     def going_idle(self) -> None:
         with self._lock:
-            self._note_prompt_steps(self._clock.now())
+            self._note_prompt_steps(self._clock.now(), has_prompts=False)
         self.snapshot()
 
     # -- on either thread

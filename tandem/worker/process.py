@@ -209,7 +209,7 @@ class WorkerProcess(Generic[W]):
         return self.life.wait_closed(timeout_s)
 
     def _begin_drain(self) -> None:
-        self.worker.hub.status_changed()  # routers look for other places at once
+        self.worker.hub.tell_status()  # routers look for other places at once
         self.parts.runner.submit(self.life.check_drained)
 
     def drain(self) -> None:

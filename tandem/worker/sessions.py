@@ -1,8 +1,8 @@
 """The worker's end of its sessions with routers: commands in, events out, status as the heartbeat.
 
 One bidirectional stream per router. Events of one step leave in one message, those of several where the router is
-behind, with a status where that says something new to place requests by. The end of a stream, however it comes, ends
-all that the router had started here: no request outlives the router that wants it.
+behind, with a status where requests came, went or went on. The end of a stream, however it comes, ends all that the
+router had started here: no request outlives the router that wants it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Events = TypeVar("Events")
 
 
 class Load(Protocol):
-    """A status, or what it is made of: what requests are placed by."""
+    """A status, or what it is made of: the requests that there are."""
 
     @property
     def num_running(self) -> int: ...
@@ -58,8 +58,8 @@ class SessionHub(Generic[Command, Event, Events]):
         take_news: events for all routers that have come up since the last call; asked for before each status of all.
         read_status: a fresh snapshot of the worker's load; must be safe to call from the event loop.
         read_report: the same, with what is too long for every message: for hellos and heartbeats.
-        read_load: of the status what requests are placed by. Where that is as it was last told, events go without a
-            status, which would cost more than a token.
+        read_load: of the status how many requests there are, and what they wait for. Where that is as it was last told,
+            events go without a status, which would cost more than a token: the rest of it is told with the next one.
         join: adds its second message to the first one, and says so, where they may go as one.
         heartbeat_s: longest silence towards a router, in seconds.
         interval_s: shortest time between two messages that carry a changed status only, in seconds.
@@ -113,6 +113,10 @@ class SessionHub(Generic[Command, Event, Events]):
         """Let routers have the load soon; thread-safe."""
         self._loop.call_soon_threadsafe(self._note_change)
 
+    def tell_status(self) -> None:
+        """Let routers have the status at once; thread-safe."""
+        self._loop.call_soon_threadsafe(lambda: self._tell_all(self._read_status()))
+
     # -- in the event loop
 
     @property
@@ -127,6 +131,7 @@ class SessionHub(Generic[Command, Event, Events]):
                 continue
             if self._told.get(number) == (load, self._num_commands[number]):
                 session.put(self._make_events(events, None, 0))
+                self._changed.set()  # what else the status has is told in time
                 continue
             status = status or self._read_status()
             self._put(session, events, status)

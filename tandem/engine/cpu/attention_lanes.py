@@ -38,7 +38,8 @@ HEAD_UNIT = 8
 HALF = vir.Vectors(HEAD_UNIT) if PARTS.lanes > HEAD_UNIT else None
 # Numba takes these for constants.
 LANES, _VECTOR_BYTES, _PARTS = VEC.lanes, VEC.num_bytes, PARTS.lanes
-#: Keys whose scores are made together: their sums, two for each, and what these are made of just have registers.
+#: Keys whose scores are made together: their sums, two vectors for each, and what these are made of just have
+#: registers.
 _TILE_KEYS = 8 if _IS_WIDE else 3
 #: Numbers of a head whose sums are made together.
 _TILE_NUMBERS = 8 if _IS_WIDE else 4
@@ -173,8 +174,8 @@ def _emit_scores(
 def _weigh_slots(*, masked: bool) -> Any:
     """Scores of a slice become weights, in place: online softmax. What was summed so far shrinks if a score is greater.
 
-    Arguments: scores; slots, in whole vectors; the greatest score and the sum of weights so far; the sums of values so
-    far, the numbers of each; lows and lengths of what lanes see, where `masked`.
+    Arguments: scores; slots, a multiple of the lanes of `PARTS`; the greatest score and the sum of weights so far; the
+    sums of values so far, the numbers of each; lows and lengths of what lanes see, where `masked`.
     """
 
     def emit(

@@ -104,8 +104,8 @@ _ROWS_TO_UNPACK = (
 def _pass_of(
     rows: range,
     *,
-    together: bool,
-    ahead: bool,
+    together: bool = False,
+    ahead: bool = False,
     abreast: bool = False,
     kind_of: Callable[[int], int] = lambda kind: kind,
 ) -> Callable[..., None]:
@@ -113,11 +113,13 @@ def _pass_of(
 
     Its arguments are the kind of weights, a constant, then counts and addresses: how many rows; x, the distance of its
     rows in bytes, the panel, its steps, the outputs, the distance of their rows in bytes; where to prefetch from, and
-    by how many bytes to go on with each step; the scales, where there are any: then the outputs are added to; how many
-    bytes panels, and their scales, are apart.
+    by how many bytes to go on with each step, for passes of rows that lie together; the scales, where there are any:
+    then the outputs are added to; how many bytes panels, and their scales, are apart.
 
     Args:
-        together: whether x is `[K][rows]`, and not rows some distance apart.
+        together: whether x is `[K][rows]`, and not rows some distance apart; such a pass is one of several, and fetches
+            its share of what comes next.
+        ahead: whether it fetches weights `BYTES_AHEAD` of where it reads them.
         abreast: whether it takes several panels at once.
         kind_of: the kind as which weights of another are multiplied.
     """
@@ -125,9 +127,9 @@ def _pass_of(
     def emit_of(kind: int) -> Callable[..., None]:
         def emit_rows(count: int, builder: Any, *arguments: Any) -> None:
             num_panels = _PANELS_ABREAST[count - 1] if abreast else 1
-            # Two panels are read too slowly by themselves where a line lasts for several steps, and four are not.
-            fetches = ahead or (num_panels == 2 and PANEL * _ITEM_BYTES[kind] < LINE_BYTES)
-            _emit_pass(builder, count, kind_of(kind), together, fetches, num_panels, *arguments)
+            # A line that lasts for several steps comes by itself where four panels are read, and not where two are.
+            is_ahead = ahead or (num_panels == 2 and PANEL * _ITEM_BYTES[kind] < LINE_BYTES)
+            _emit_pass(builder, count, kind_of(kind), together, is_ahead, num_panels, *arguments)
 
         return partial(_emit_by_rows, rows, emit_rows)
 
@@ -222,12 +224,12 @@ def _emit_pass(
 
 # For hardly any rows and several panels; for few, which go at the speed of memory by themselves; for more of them; and
 # for passes of even more: no even share of more rows than `MAX_ROWS` is less than half of the most.
-_abreast = _pass_of(range(1, _ROWS_ABREAST + 1), together=False, ahead=False, abreast=True)
-_few = _pass_of(range(1, _MAX_ROWS_ALONE + 1), together=False, ahead=False)
-_more = _pass_of(range(_MAX_ROWS_ALONE + 1, MAX_ROWS + 1), together=False, ahead=True)
+_abreast = _pass_of(range(1, _ROWS_ABREAST + 1), abreast=True)
+_few = _pass_of(range(1, _MAX_ROWS_ALONE + 1))
+_more = _pass_of(range(_MAX_ROWS_ALONE + 1, MAX_ROWS + 1), ahead=True)
 _ROWS_OF_MANY = range(MAX_ROWS // 2, MAX_ROWS + 1)
-_many = _pass_of(_ROWS_OF_MANY, together=True, ahead=True)
-_many_unpacked = _pass_of(_ROWS_OF_MANY, together=True, ahead=True, kind_of=_UNPACKED_AS.__getitem__)
+_many = _pass_of(_ROWS_OF_MANY, together=True)
+_many_unpacked = _pass_of(_ROWS_OF_MANY, together=True, kind_of=_UNPACKED_AS.__getitem__)
 
 
 def _emit_add(builder: Any, y: Any, bias: Any) -> None:

@@ -18,7 +18,7 @@ _PANEL, _WORD = _NUM_VECTORS * _VEC.lanes, vir.INT4_PER_WORD
 _WORDS_BYTES, _PAIR_BYTES = _PANEL * FLOAT_BYTES, 2 * _PANEL * vir.SHORT_BYTES
 #: Numbers of K that are unpacked at a time, at most: 32 KiB of them.
 MOST_UNPACKED = 512
-#: How far on weights are fetched while others are unpacked.
+#: How far on weights are fetched while others are multiplied or unpacked.
 BYTES_AHEAD = 8192
 
 

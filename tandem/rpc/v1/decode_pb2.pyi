@@ -223,7 +223,9 @@ class DecodeEvents(_message.Message):
         """in order; the tokens of one step travel together"""
 
     @_builtins.property
-    def status(self) -> _common_pb2.WorkerStatus: ...
+    def status(self) -> _common_pb2.WorkerStatus:
+        """not set: of the last one what requests are counted by still holds"""
+
     def __init__(
         self,
         *,

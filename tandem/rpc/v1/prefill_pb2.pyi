@@ -216,7 +216,9 @@ class PrefillEvents(_message.Message):
         """in order"""
 
     @_builtins.property
-    def status(self) -> _common_pb2.WorkerStatus: ...
+    def status(self) -> _common_pb2.WorkerStatus:
+        """not set: of the last one what requests are counted by still holds"""
+
     def __init__(
         self,
         *,

@@ -958,5 +958,8 @@ def test_what_prompts_would_take_is_looked_at_when_that_may_have_changed(monkeyp
     world.reserve("here", local=10)
     world.step()
     assert looked_s[-1] - began_s == pytest.approx(0.21), "a prompt is computed"
+    world.step()
+    assert looked_s[-1] - began_s == pytest.approx(0.24), "the first step without one tells what it took by itself"
+    world.step()
     world.role.going_idle()
-    assert len(looked_s) == 5
+    assert [s - began_s for s in looked_s[5:]] == pytest.approx([0.27]), "of a worker at rest"

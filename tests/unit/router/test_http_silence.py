@@ -76,7 +76,7 @@ def test_those_that_wait_for_a_silent_worker_hold_nobody_up_who_may_go_to_anothe
     site.prefill.wait_for("start", 2)
     for number in (1, 2):
         site.decode.grant(site.decode.wait_for("reserve", number))
-        site.prefill.wait_for("attach", number)
+        site.decode.wait_for("attach", number)
     hear(site, site.prefill)
     site.add(ScriptedPrefill("prefill-1"))
     site.prefill.go_silent()

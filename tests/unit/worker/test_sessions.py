@@ -212,6 +212,30 @@ async def test_events_go_without_a_status_where_that_says_nothing_new() -> None:
     assert [m.status is not None for m in other.heard] == [True, True, False], "another router had not heard of it"
 
 
+async def test_what_else_a_status_has_follows_events_in_time() -> None:
+    load = pb.WorkerStatus(num_running=1)
+    hub = make_hub(Handler(), read_status=lambda: pb.WorkerStatus.FromString(load.SerializeToString()))
+    stream = Stream(hub)
+    await stream.events(1)
+    beat = asyncio.create_task(hub.beat())
+    try:
+        load.decode_tokens = 7
+        hub.emit({0: ["a"]})
+        await stream.messages(3)
+    finally:
+        beat.cancel()
+    assert [(m.events, m.status and m.status.decode_tokens) for m in stream.heard[1:]] == [(["a"], None), ([], 7)]
+
+
+async def test_a_status_may_be_told_at_once() -> None:
+    hub = make_hub(Handler())
+    stream = Stream(hub)
+    await stream.events(1)
+    hub.tell_status()
+    await stream.messages(2)
+    assert stream.heard[1].status is not None
+
+
 async def test_events_go_to_their_session_and_broadcasts_to_all() -> None:
     hub = make_hub(Handler())
     first, second = Stream(hub), Stream(hub)

@@ -502,10 +502,11 @@ class DecodeRole:
             if self._scheduler.tiers is not None:
                 num_tokens = sum(item.num_tokens for item in batch.items if item.num_tokens > 1 and not item.guesses)
                 self._scheduler.tiers.computed(num_tokens, took_s)
-            if batch.num_chunk_tokens or batch.num_paced_tokens:
+            has_prompts = batch.num_chunk_tokens + batch.num_paced_tokens > 0
+            if has_prompts:
                 self._note_chunks(batch, took_s)
             self._tokens.book(batch)
-            now_s, has_prompts = self._clock.now(), batch.num_chunk_tokens + batch.num_paced_tokens > 0
+            now_s = self._clock.now()
             num_running, had_prompts, noted_s = self._prompt_steps_noted
             # Where steps go on to generate for the same and do nothing else, it hardly changes.
             has_changed = has_prompts or had_prompts or len(self._scheduler.running) != num_running

@@ -22,18 +22,15 @@ from tandem.worker.wire import (
 
 
 def make_events(
-    events: Sequence[Event | pb.WorkerInfo], status: pb.WorkerStatus | None, num_commands: int
+    events: Sequence[Event | pb.WorkerInfo], status: pb.WorkerStatus | None, num_commands: int | None
 ) -> decode_pb.DecodeEvents:
     """One message to a router. A `WorkerInfo` is the hello that each session begins with.
 
     Args:
         status: `None`: as it was last told.
-        num_commands: of this router, that `status` shows.
+        num_commands: of this router, that `status` shows; `None` without one.
     """
-    message = decode_pb.DecodeEvents()
-    if status is not None:
-        message.status.CopyFrom(status)
-        message.num_commands = num_commands
+    message = decode_pb.DecodeEvents(status=status, num_commands=num_commands)
     for event in events:
         _fill(message.events.add(), event)
     return message

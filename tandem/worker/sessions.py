@@ -15,25 +15,14 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from tandem.rpc.duplex import ServedStream
 from tandem.rpc.v1 import common_pb2 as pb
+from tandem.worker.load import LoadSnapshot
 
 Command = TypeVar("Command", contravariant=True)
 Event = TypeVar("Event")
 Events = TypeVar("Events")
 
 
-class Load(Protocol):
-    """A status, or what it is made of: the requests that there are."""
-
-    @property
-    def num_running(self) -> int: ...
-    @property
-    def num_queued(self) -> int: ...
-    @property
-    def num_queued_tokens(self) -> int: ...
-    @property
-    def num_incoming(self) -> int: ...
-
-
+# The requests that there are: of a status, and of what it is made of.
 _figures = attrgetter("num_running", "num_queued", "num_queued_tokens", "num_incoming")
 
 
@@ -69,11 +58,11 @@ class SessionHub(Generic[Command, Event, Events]):
         self,
         handler: SessionHandler[Command],
         loop: asyncio.AbstractEventLoop,
-        make_events: Callable[[Sequence[Event], pb.WorkerStatus | None, int], Events],
+        make_events: Callable[[Sequence[Event], pb.WorkerStatus | None, int | None], Events],
         hello: Callable[[], Sequence[Event]],
         read_status: Callable[[], pb.WorkerStatus],
         read_report: Callable[[], pb.WorkerStatus],
-        read_load: Callable[[], Load],
+        read_load: Callable[[], LoadSnapshot],
         take_news: Callable[[], Sequence[Event]] = lambda: (),
         *,
         join: Callable[[Events, Events], bool],
@@ -130,7 +119,7 @@ class SessionHub(Generic[Command, Event, Events]):
             if session is None:
                 continue
             if self._told.get(number) == (load, self._num_commands[number]):
-                session.put(self._make_events(events, None, 0))
+                session.put(self._make_events(events, None, None))
                 self._changed.set()  # what else the status has is told in time
                 continue
             status = status or self._read_status()

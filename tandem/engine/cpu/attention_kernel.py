@@ -45,14 +45,14 @@ from tandem.engine.layout import KVLayout
 
 _vec, _half = PARTS, HALF
 # Numba takes these for constants.
-_LANES, _VECTOR_BYTES = _vec.lanes, _vec.num_bytes
+_PARTS, _VECTOR_BYTES = _vec.lanes, _vec.num_bytes
 #: Heads that share a load, at most: their sums have registers.
 TILE_HEADS = 3
 #: Slots of a tile. A row alone takes one of each KV head before the next slots.
 _TILE_SLOTS = 4
 #: Rows that go over a page together without lanes, at most; and how many lanes a block must fill to have them: below,
 #: lanes that rest and the unpacking of pages cost more than they save.
-_FEW_ROWS, _FEWEST_LANES = 8, 2 * _LANES
+_FEW_ROWS, _FEWEST_LANES = 8, 2 * _PARTS
 #: No more lanes than these in a last vector are worth that vector.
 _TAIL_LANES = LANES * 3 // 8
 # Keys, and by two values, are prefetched twice, because a CPU with too many outstanding prefetches drops some: once
@@ -85,7 +85,7 @@ def _score_tile(kind: int, num_heads: int, num_slots: int, *, ahead: bool, unrol
                 part = load_part(builder, vir.offset(builder, start, n * vec.lanes * size))
                 return part if vec is _vec else _vec.widen(builder, part)
 
-            at, key_at = (builder.mul(index, index.type(_LANES * size)) for size in (FLOAT_BYTES, item_bytes))
+            at, key_at = (builder.mul(index, index.type(_PARTS * size)) for size in (FLOAT_BYTES, item_bytes))
             parts = [
                 [load(vec.load, builder.add(start, at), FLOAT_BYTES, n) for n in range(num_vectors)]
                 for start in queries
@@ -120,8 +120,8 @@ def _score_tile(kind: int, num_heads: int, num_slots: int, *, ahead: bool, unrol
         if SCALE_BYTES[kind]:
             behind = builder.add(key, builder.udiv(num_bytes, num_bytes.type(FLOAT_BYTES // item_bytes)))
             scales = [vir.load_real(builder, vir.advance(builder, behind, key_stride, n)) for n in range(num_slots)]
-        for first in range(0, len(totals), _LANES):
-            some = totals[first : first + _LANES]
+        for first in range(0, len(totals), _PARTS):
+            some = totals[first : first + _PARTS]
             scaled = builder.fmul(_vec.sums_of(builder, some), _vec.spread(builder, scale))
             if scales:
                 by_lane = [scales[(first + lane) % num_slots] for lane in range(len(some))]
@@ -270,7 +270,7 @@ _exponentials = vir.kernel(2, 1, types.float32, _emit_exponentials)
 
 def _scores_of(kind: int) -> Callable[..., None]:
     # A line is fetched once: where it holds several vectors, these are of one step.
-    per_line = max(1, LINE_BYTES // (_LANES * KV_ITEM_BYTES[kind])) if kind != FLOAT32 else 1
+    per_line = max(1, LINE_BYTES // (_PARTS * KV_ITEM_BYTES[kind])) if kind != FLOAT32 else 1
     return tiles_by(
         lambda heads, large, ahead: _score_tile(
             kind, heads, _TILE_SLOTS if large else 1, ahead=ahead, unrolled=per_line if ahead else 1
@@ -280,7 +280,7 @@ def _scores_of(kind: int) -> Callable[..., None]:
 
 
 def _scores_of_many(kind: int) -> Callable[..., None]:
-    return tiles_by(lambda _, __, ahead: _score_tile(kind, 1, _LANES, ahead=ahead, unrolled=4), 7)
+    return tiles_by(lambda _, __, ahead: _score_tile(kind, 1, _PARTS, ahead=ahead, unrolled=4), 7)
 
 
 def _values_of(kind: int) -> Callable[..., None]:
@@ -324,10 +324,10 @@ def _score(kind, heads, query, head_bytes, key, token_bytes, slots, scores, stri
 def _score_many(kind, query, head_bytes, key, token_bytes, slots, room, scores, ahead, scale):  # type: ignore[no-untyped-def] # pragma: no cover
     """As `_score`, of one query, and with some more keys that are worth nothing: there are `room` of them."""
     slot = 0
-    while slot + _LANES <= room and slot < slots:
+    while slot + _PARTS <= room and slot < slots:
         k, s = key + slot * token_bytes, scores + slot * FLOAT_BYTES
         _many(kind, 1, True, query, head_bytes, k, token_bytes, s, 0, ahead, scale)
-        slot += _LANES
+        slot += _PARTS
     if slot < slots:
         k, s = key + slot * token_bytes, scores + slot * FLOAT_BYTES
         _score(kind, 1, query, head_bytes, k, token_bytes, slots - slot, s, 0, ahead, scale)
@@ -337,7 +337,7 @@ def _score_many(kind, query, head_bytes, key, token_bytes, slots, room, scores, 
 def _add_values(kind, heads, weights, stride, value, token_bytes, slots, total, head_bytes, ahead):  # type: ignore[no-untyped-def] # pragma: no cover
     """Adds the values of `slots` tokens, weighted, to `heads` sums (1 to 3), which have `head_bytes`."""
     vectors = head_bytes // _VECTOR_BYTES
-    part_bytes = _LANES * KV_ITEM_BYTES[kind]
+    part_bytes = _PARTS * KV_ITEM_BYTES[kind]
     done = 0
     while done < vectors:
         four = vectors - done >= 4
@@ -393,13 +393,13 @@ def _weigh(scores, at, place, low, slots, softcap, total, weight_sum, greatest, 
 
     Online softmax: what was summed so far of the head (`total`, `weight_sum`) is rescaled where a score is greater.
     """
-    vectors = (low + slots + _LANES - 1) // _LANES
+    vectors = (low + slots + _PARTS - 1) // _PARTS
     if softcap > 0:
         for slot in range(low, low + slots):
             scores[place, slot] = softcap * math.tanh(scores[place, slot] / softcap)
     for slot in range(low):
         scores[place, slot] = -np.inf
-    for slot in range(low + slots, vectors * _LANES):
+    for slot in range(low + slots, vectors * _PARTS):
         scores[place, slot] = -np.inf
     page_greatest = _greatest(at, vectors, greatest[row, head])
     if page_greatest > greatest[row, head]:
@@ -440,7 +440,7 @@ def _attend_of(kind: int) -> Callable[[Any, Any, Any], None]:
         head_bytes = head_dim * FLOAT_BYTES
         kv_bytes = head_dim * KV_ITEM_BYTES[kind] + SCALE_BYTES[kind]
         token_bytes = kv_heads * kv_bytes
-        padded = (page_size + _LANES - 1) // _LANES * _LANES
+        padded = (page_size + _PARTS - 1) // _PARTS * _PARTS
         blocks = numba.carray(int64s(blocks_at), (num_blocks, 4))
         tables = numba.carray(int32s(tables_at), (num_tables, table_width))
         output, sinks = float32s(output_at), float32s(sinks_at)

@@ -119,7 +119,7 @@ def _pass_of(
     Args:
         together: whether x is `[K][rows]`, and not rows some distance apart; such a pass is one of several, and fetches
             its share of what comes next.
-        ahead: whether it fetches weights `BYTES_AHEAD` of where it reads them.
+        ahead: whether it fetches weights `BYTES_AHEAD` before it reads them.
         abreast: whether it takes several panels at once.
         kind_of: the kind as which weights of another are multiplied.
     """

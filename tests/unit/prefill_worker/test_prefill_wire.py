@@ -58,3 +58,10 @@ def test_a_message_has_all_events_in_order_and_the_status() -> None:
     ]
     failed = message.events[5].failed
     assert (failed.request_id, failed.attempt, failed.error.code) == ("request", 2, "draining")
+
+
+def test_events_may_go_without_a_status() -> None:
+    message = make_events([PromptStarted(KEY, 4)], None, None)
+    assert message.events[0].started.num_cached_tokens == 4
+    assert not message.HasField("status")
+    assert not message.HasField("num_commands")

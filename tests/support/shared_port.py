@@ -82,7 +82,9 @@ class SharedPort:
     def __post_init__(self) -> None:
         self.workers = (ScriptedPrefill("prefill-0"), ScriptedDecode("decode-0"))
         self.meeting_place = self.directory / "siblings"
-        (self.directory / "tandem.yaml").write_text(json.dumps({"transport": {"lease_s": 30.0}}))
+        # Handoffs are scripted here, whatever a router holds for its sibling's; test_http_mixed.py has the mixed pool.
+        config = {"transport": {"lease_s": 30.0}, "scheduling": {"mixed_pool": False}}
+        (self.directory / "tandem.yaml").write_text(json.dumps(config))
 
     @property
     def url(self) -> str:

@@ -356,7 +356,7 @@ class Routers:
     pools: list[ScriptedPool] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.config = configuration.load(None, {"transport.lease_s": 30.0})
+        self.config = configuration.load(None, {"transport.lease_s": 30.0, "scheduling.mixed_pool": False})
         self.workers = [kind(f"{kind.kind}-{n}") for kind in (ScriptedPrefill, ScriptedDecode) for n in range(2)]
 
     @property

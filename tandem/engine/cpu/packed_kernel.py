@@ -13,15 +13,16 @@ float32. That is a numerical type of its own: rows are rounded to bfloat16 first
 and all else is as above, with two numbers for one.
 
 **Whole numbers.** Weights of 8 or 4 bits become float32 in registers, too, and have scales: one for each output, or one
-for each output and `group` of k. The sums of a group are scaled as they are added to those of the groups before. Of 4
-bits eight lie in a word, the first one lowest: `[K / 8][PANEL]`, and a step takes eight numbers of a row. AVX-512 looks
-their values up in a register. With AVX2 that takes longer, so for many rows each group is unpacked once, to 8 bits, for
-all passes. By two (`INT4_BY_TWO` has their order in a word then) they become bfloat16, exactly: of rows of one pass in
-registers, of more of them once, in memory that stays in the nearest caches. Some hundred numbers of k are added up at a
-time there, and scaled as a group is.
+for each output and `group` of k. Some hundred numbers of k are added up at a time, of a group at most, and scaled as
+they are added to those before. Of 4 bits eight lie in a word, the first one lowest: `[K / 8][PANEL]`, and a step takes
+eight numbers of a row. AVX-512 looks their values up in a register. By two (`INT4_BY_TWO` has their order in a word
+then) they become bfloat16, exactly.
 
-More rows than one pass takes are copied first, so that the numbers that a pass reads in one step lie together: rows
-that are a power of two apart share few lines of the L1 cache.
+**Blocks.** More rows than one pass takes are copied first, so that the numbers that a pass reads in one step lie
+together: rows that are a power of two apart share few lines of the L1 cache. All passes then go through some hundred
+numbers of k of a few panels, and only then on: what each of them reads stays in the nearest caches. Weights that are
+not float32 become it once for all of a block's passes, since in registers that takes a sixth of the multiply-adds of
+AVX-512 on CPUs whose vectors are as wide as its registers.
 
 One row or two would wait for their sums, of which a panel has too few: they take several panels at once.
 
@@ -57,10 +58,13 @@ _NUM_VECTORS = 2
 PANEL = _NUM_VECTORS * _vec.lanes
 # How weights are stored; Numba takes these, and what else is of capitals here, for constants.
 _FLOAT32, _BFLOAT16, _FLOAT16, _BY_TWO, _INT8, _INT4, _INT8_BY_TWO, _INT4_BY_TWO = range(8)
-# By two, with scales: what whole numbers are unpacked to.
-_UNPACKED_BY_TWO = 8
-_UNPACKED_AS = {_INT4: _INT8, _INT8_BY_TWO: _UNPACKED_BY_TWO, _INT4_BY_TWO: _UNPACKED_BY_TWO}
-_KINDS_BY_TWO = (_BY_TWO, _INT8_BY_TWO, _INT4_BY_TWO, _UNPACKED_BY_TWO)
+# As what a block multiplies them: products are added to the outputs, of whole numbers when they have been scaled.
+_GOES_ON, _GOES_ON_BY_TWO, _SCALED, _SCALED_BY_TWO = range(8, 12)
+_IN_BLOCK = (_GOES_ON, _GOES_ON, _GOES_ON, _GOES_ON_BY_TWO, _SCALED, _SCALED, _SCALED_BY_TWO, _SCALED_BY_TWO)
+_KINDS_BY_TWO = (_BY_TWO, _INT8_BY_TWO, _INT4_BY_TWO, _GOES_ON_BY_TWO, _SCALED_BY_TWO)
+# They need not be unpacked for it.
+_READY = (_FLOAT32, _BY_TWO)
+_KINDS_WITH_SCALES = (_INT8, _INT4, _INT8_BY_TWO, _INT4_BY_TWO, _SCALED, _SCALED_BY_TWO)
 _LOADS: Mapping[int, Callable[..., Any]] = {
     _FLOAT32: _vec.load,
     _BFLOAT16: _vec.load_bfloat16,
@@ -70,15 +74,15 @@ _LOADS: Mapping[int, Callable[..., Any]] = {
     _INT4: _vec.load_integers,
     _INT8_BY_TWO: partial(_vec.load_int8_pairs, apart=PANEL),
     _INT4_BY_TWO: _vec.load_integers,
-    _UNPACKED_BY_TWO: _vec.load,
+    **dict.fromkeys(_IN_BLOCK, _vec.load),
 }
 # By kind: bytes of a weight, or of those that go together; numbers of a row that a step takes, or pairs of them, each
 # by itself in memory.
-_ITEM_BYTES = (FLOAT_BYTES, vir.SHORT_BYTES, vir.SHORT_BYTES, FLOAT_BYTES, 1, FLOAT_BYTES, 2, FLOAT_BYTES, FLOAT_BYTES)
-_NUMBERS_PER_STEP = (1, 1, 1, 1, 1, vir.INT4_PER_WORD, 1, vir.INT4_PER_WORD // 2, 1)
-# Steps that are added up before they are scaled, at most.
-_ANY = 1 << 62
-_MOST_STEPS = (_ANY, _ANY, _ANY, _ANY, _ANY, _ANY, MOST_UNPACKED // 2, MOST_UNPACKED // vir.INT4_PER_WORD, _ANY)
+_ITEM_BYTES = (FLOAT_BYTES, vir.SHORT_BYTES, vir.SHORT_BYTES, FLOAT_BYTES, 1, FLOAT_BYTES, 2, *[FLOAT_BYTES] * 5)
+_NUMBERS_PER_STEP = (1, 1, 1, 1, 1, vir.INT4_PER_WORD, 1, vir.INT4_PER_WORD // 2, *[1] * 4)
+# Steps that are multiplied at a time before they are scaled, at most.
+_ANY, _MOST_WORDS = 1 << 62, MOST_UNPACKED // vir.INT4_PER_WORD
+_MOST_STEPS = (_ANY, _ANY, _ANY, _ANY, MOST_UNPACKED, _MOST_WORDS, MOST_UNPACKED // 2, _MOST_WORDS)
 # Of a row's outputs of one panel.
 _OUTPUT_BYTES = PANEL * FLOAT_BYTES
 
@@ -94,11 +98,15 @@ _PANELS_ABREAST = (4, 4) if _IS_WIDE else (4, 2)
 _ROWS_ABREAST = len(_PANELS_ABREAST)
 #: Up to so many rows a pass goes at the speed of memory by itself.
 _MAX_ROWS_ALONE = 6 if _IS_WIDE else 1
-# From so many rows on whole numbers are unpacked before they are multiplied: by two where there are several passes; of
-# words of 4 bits with AVX2 the fourth pass pays for that.
-_ROWS_TO_UNPACK = (
-    _ANY, _ANY, _ANY, _ANY, _ANY, _ANY if _IS_WIDE else 3 * MAX_ROWS + 1, MAX_ROWS + 1, MAX_ROWS + 1, _ANY
+# From so many rows on panels are multiplied in blocks; where numbers have to be unpacked for that, passes of more rows
+# pay for it. (That is with AVX-512 and with AVX2, which takes longer for numbers of 4 bits in registers.)
+_FEW_ROWS = 36
+_ROWS_OF_BLOCK = (
+    MAX_ROWS + 1, _FEW_ROWS + 1, _FEW_ROWS + 1, MAX_ROWS + 1,
+    _FEW_ROWS + 1, _FEW_ROWS + 1 if _IS_WIDE else MAX_ROWS + 1, MAX_ROWS + 1, MAX_ROWS + 1,
 )  # fmt: skip
+# A block has so many panels, and passes of so many rows, at most: with AVX-512 256 KiB each of weights and of sums.
+_PANELS_OF_BLOCK, _PASSES_OF_BLOCK = 4, 504 // MAX_ROWS
 
 
 def _pass_of(
@@ -107,7 +115,7 @@ def _pass_of(
     together: bool = False,
     ahead: bool = False,
     abreast: bool = False,
-    kind_of: Callable[[int], int] = lambda kind: kind,
+    kind_of: Callable[[int], int | None] = lambda kind: kind,
 ) -> Callable[..., None]:
     """A kernel for a number of rows out of `rows` (of any other it computes nothing), and a panel.
 
@@ -121,19 +129,22 @@ def _pass_of(
             its share of what comes next.
         ahead: whether it fetches weights `BYTES_AHEAD` before it reads them.
         abreast: whether it takes several panels at once.
-        kind_of: the kind as which weights of another are multiplied.
+        kind_of: the kind as which weights of another are multiplied; `None`: they never are in such a pass.
     """
 
     def emit_of(kind: int) -> Callable[..., None]:
+        if (multiplied_as := kind_of(kind)) is None:
+            return lambda *_: None
+
         def emit_rows(count: int, builder: Any, *arguments: Any) -> None:
             num_panels = _PANELS_ABREAST[count - 1] if abreast else 1
             # A line that lasts for several steps comes by itself where four panels are read, and not where two are.
             is_ahead = ahead or (num_panels == 2 and PANEL * _ITEM_BYTES[kind] < LINE_BYTES)
-            _emit_pass(builder, count, kind_of(kind), together, is_ahead, num_panels, *arguments)
+            _emit_pass(builder, count, multiplied_as, together, is_ahead, num_panels, *arguments)
 
         return partial(_emit_by_rows, rows, emit_rows)
 
-    return vir.kernel_by_kind(12, 0, types.void, emit_of)
+    return vir.kernel_by_kind(14, 0, types.void, emit_of)
 
 
 def _emit_by_rows(rows: range, emit_rows: Callable[..., None], builder: Any, num_rows: Any, *arguments: Any) -> None:
@@ -152,7 +163,7 @@ def _emit_by_rows(rows: range, emit_rows: Callable[..., None], builder: Any, num
 def _emit_pass(
     builder: Any, num_rows: int, kind: int, together: bool, ahead: bool, num_panels: int,
     x: Any, x_stride: Any, panel: Any, k: Any, y: Any, y_stride: Any, fetch: Any, fetch_step: Any, scales: Any,
-    panel_bytes: Any, scales_bytes: Any,
+    panel_bytes: Any, scales_bytes: Any, fetch_x: Any, fetch_x_step: Any,
 ) -> None:  # fmt: skip
     def vectors_of(start: Any, stride: Any, vector_bytes: int) -> list[Any]:
         of_panels = [vir.advance(builder, start, stride, index) if index else start for index in range(num_panels)]
@@ -166,8 +177,17 @@ def _emit_pass(
         number_bytes = FLOAT_BYTES
     x_step = k.type(number_bytes * _NUMBERS_PER_STEP[kind])
     # Stack slots that LLVM turns into registers.
-    num_sums = num_panels * _NUM_VECTORS
-    sums = [[cgutils.alloca_once_value(builder, _vec.constant(0.0)) for _ in range(num_sums)] for _ in rows]
+    starts = [vir.advance(builder, y, y_stride, row) for row in range(num_rows)]
+    of_panels = y_stride.type(_OUTPUT_BYTES)
+    output_places = [vectors_of(start, of_panels, _vec.num_bytes) for start in starts]
+    goes_on = kind in (_GOES_ON, _GOES_ON_BY_TWO)
+    sums = [
+        [
+            cgutils.alloca_once_value(builder, _vec.load(builder, place) if goes_on else _vec.constant(0.0))
+            for place in places
+        ]
+        for places in output_places
+    ]
     step_bytes = k.type(PANEL * _ITEM_BYTES[kind])
     vector_bytes = _vec.lanes * (1 if kind == _INT8_BY_TWO else _ITEM_BYTES[kind])
     multiply_add = _vec.fma_by_two if kind in _KINDS_BY_TWO else _vec.fma
@@ -186,6 +206,8 @@ def _emit_pass(
         loaded = [_LOADS[kind](builder, place, alignment=vector_bytes) for place in weight_places]
         if together:  # of several passes each fetches a share
             vir.prefetch(builder, vir.advance(builder, fetch, fetch_step, loop.index))
+            if kind > _INT4_BY_TWO:
+                vir.prefetch(builder, vir.advance(builder, fetch_x, fetch_x_step, loop.index))
         elif ahead:
             for place in weight_places[::_NUM_VECTORS]:
                 for n in range(0, _NUM_VECTORS * vector_bytes, LINE_BYTES):
@@ -210,13 +232,10 @@ def _emit_pass(
                 for slot, each in zip(words, left, strict=True):
                     builder.store(_vec.without_lowest_int4(builder, each), slot)
     scale_places = vectors_of(scales, scales_bytes, _vec.num_bytes)
-    for row, row_sums in enumerate(sums):
-        start = vir.advance(builder, y, y_stride, row)
-        for place, scale_place, slot in zip(
-            vectors_of(start, y_stride.type(_OUTPUT_BYTES), _vec.num_bytes), scale_places, row_sums, strict=True
-        ):
+    for places, row_sums in zip(output_places, sums, strict=True):
+        for place, scale_place, slot in zip(places, scale_places, row_sums, strict=True):
             total = builder.load(slot)
-            if kind >= _INT8:
+            if kind in _KINDS_WITH_SCALES:
                 scale = _vec.load(builder, scale_place)
                 total = _vec.fma(builder, total, scale, _vec.load(builder, place))
             _vec.store(builder, total, place)
@@ -228,8 +247,10 @@ _abreast = _pass_of(range(1, _ROWS_ABREAST + 1), abreast=True)
 _few = _pass_of(range(1, _MAX_ROWS_ALONE + 1))
 _more = _pass_of(range(_MAX_ROWS_ALONE + 1, MAX_ROWS + 1), ahead=True)
 _ROWS_OF_MANY = range(MAX_ROWS // 2, MAX_ROWS + 1)
-_many = _pass_of(_ROWS_OF_MANY, together=True)
-_many_unpacked = _pass_of(_ROWS_OF_MANY, together=True, kind_of=_UNPACKED_AS.__getitem__)
+_many = _pass_of(
+    _ROWS_OF_MANY, together=True, kind_of=lambda kind: None if _ROWS_OF_BLOCK[kind] == MAX_ROWS + 1 else kind
+)
+_many_of_block = _pass_of(_ROWS_OF_MANY, together=True, kind_of=_IN_BLOCK.__getitem__)
 
 
 def _emit_add(builder: Any, y: Any, bias: Any) -> None:
@@ -268,26 +289,31 @@ def _emit_round_one(builder: Any, x: Any, y: Any) -> None:
     vir.store_bfloat16(builder, vir.load_real(builder, x), y)
 
 
-def _emit_unpack(builder: Any, packed: Any, steps: Any, target: Any) -> None:
-    """So many steps of a panel of words `[K / 8][PANEL]`, as bytes `[K][PANEL]`."""
-    bytes_of_step = vir.INT4_PER_WORD * PANEL
-    with cgutils.for_range(builder, steps) as loop:
-        start = vir.advance(builder, packed, steps.type(_OUTPUT_BYTES), loop.index)
-        to = vir.advance(builder, target, steps.type(bytes_of_step), loop.index)
-        places = [vir.offset(builder, start, n * _vec.num_bytes) for n in range(_NUM_VECTORS)]
-        both = [_vec.load_integers(builder, place) for place in places]
-        for index, numbers in enumerate(_vec.int4_as_bytes(builder, *both)):
-            vir.store_bits(builder, numbers, vir.offset(builder, to, index * PANEL))
-
-
 def _unpack_of(kind: int) -> Callable[..., None]:
-    """So many steps (second) of a panel (first address) to the third, as `_UNPACKED_AS` has them."""
-    if kind == _INT4:
-        return vir.apart("unpack_int4", _emit_unpack)
-    emit_numbers = emit_int8_pairs if kind == _INT8_BY_TWO else emit_int4_pairs
+    """So many steps (second) of a panel (first address) to the third, as `_IN_BLOCK` has them."""
+    if kind in _READY:
+        return lambda *_: None
+    if kind in _KINDS_BY_TWO:
+        emit_numbers = emit_int8_pairs if kind == _INT8_BY_TWO else emit_int4_pairs
+
+        def emit_pairs(builder: Any, packed: Any, steps: Any, target: Any) -> None:
+            emit_numbers(builder, packed, builder.mul(steps, steps.type(2 * _NUMBERS_PER_STEP[kind])), target)
+
+        return emit_pairs
+    item_bytes, num_in_step = _ITEM_BYTES[kind], _NUMBERS_PER_STEP[kind]
 
     def emit(builder: Any, packed: Any, steps: Any, target: Any) -> None:
-        emit_numbers(builder, packed, builder.mul(steps, steps.type(2 * _NUMBERS_PER_STEP[kind])), target)
+        with cgutils.for_range(builder, steps) as loop:
+            start = vir.advance(builder, packed, steps.type(PANEL * item_bytes), loop.index)
+            to = vir.advance(builder, target, steps.type(num_in_step * _OUTPUT_BYTES), loop.index)
+            vir.prefetch(builder, vir.offset(builder, start, BYTES_AHEAD))
+            for n in range(_NUM_VECTORS):
+                place = vir.offset(builder, start, n * _vec.lanes * item_bytes)
+                numbers = _LOADS[kind](builder, place, alignment=item_bytes)
+                for index in range(num_in_step):
+                    at = vir.offset(builder, to, index * _OUTPUT_BYTES + n * _vec.num_bytes)
+                    _vec.store(builder, _vec.lowest_int4(builder, numbers) if num_in_step > 1 else numbers, at)
+                    numbers = _vec.without_lowest_int4(builder, numbers) if num_in_step > 1 else numbers
 
     return emit
 
@@ -381,9 +407,12 @@ def _multiply_panels(  # type: ignore[no-untyped-def] # pragma: no cover - compi
                 group, abreast,
             )  # fmt: skip
             index += abreast
-        elif kind >= _INT4 and num_rows >= _ROWS_TO_UNPACK[kind]:
-            _multiply_unpacked(kind, x, num_rows, k, panel, shift, place, y_stride, of_panel, group)
-            index += 1
+        elif num_rows >= _ROWS_OF_BLOCK[kind]:
+            count = min(_PANELS_OF_BLOCK, end - index)
+            _multiply_block(
+                kind, x, num_rows, k, panel, panel_bytes, count, shift, place, y_stride, of_panel, scales_bytes, group
+            )
+            index += count
         else:
             _multiply_panel(kind, x, x_stride, num_rows, k, panel, shift, place, y_stride, of_panel, group)
             index += 1
@@ -393,6 +422,13 @@ def _multiply_panels(  # type: ignore[no-untyped-def] # pragma: no cover - compi
 def _at_once(kind, begin, k, group):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """Steps from `begin` on that are added up before they are scaled."""
     return min(_MOST_STEPS[kind], k - begin, group - begin % group)
+
+
+@numba.njit(nogil=True, inline="always")
+def _even_part(count, most):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """The first of as even parts of `count` as there can be, none larger than `most`."""
+    num_parts = (count + most - 1) // most
+    return (count + num_parts - 1) // num_parts
 
 
 @numba.njit(nogil=True, inline="always")
@@ -411,7 +447,7 @@ def _multiply_abreast(  # type: ignore[no-untyped-def] # pragma: no cover - comp
         count = _at_once(kind, begin, k, group)
         _abreast(
             kind, num_rows, x + begin * number_bytes, x_stride, panel + begin * step_bytes, count, y, y_stride, 0, 0,
-            scales + begin // group * _OUTPUT_BYTES, panel_bytes, scales_bytes,
+            scales + begin // group * _OUTPUT_BYTES, panel_bytes, scales_bytes, 0, 0,
         )  # fmt: skip
         begin += count
     if bias:
@@ -443,36 +479,63 @@ def _multiply_panel(kind, x, x_stride, num_rows, k, panel, bias, y, y_stride, sc
 
 
 @called
-def _multiply_unpacked(kind, x, num_rows, k, panel, bias, y, y_stride, scales, group):  # type: ignore[no-untyped-def] # pragma: no cover
-    """As `_multiply_panel`, of whole numbers and rows of several passes: what is added up at once is unpacked first, to
-    bytes or by two.
+def _multiply_block(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    kind, x, num_rows, k, panel, panel_bytes, num_panels, bias, y, y_stride, scales, scales_bytes, group
+):
+    """As `_multiply_panel`, of several panels and rows of several passes: a few hundred numbers of k of all of them
+    after the other, so that what a pass reads has been read by the one before it.
 
-    Sums lie close together until all groups are in them: rows of outputs are often a power of two apart, and share few
+    Sums lie close together until all of k is in them: rows of outputs are often a power of two apart, and share few
     lines of the L1 cache.
     """
-    num_passes, num_in_step, step_bytes = _num_passes(num_rows), _NUMBERS_PER_STEP[kind], PANEL * _ITEM_BYTES[kind]
-    sums = on_lines(num_rows * PANEL)
-    sums[:] = 0
-    step = step_bytes // num_in_step // num_passes
-    unpacked = on_lines(min(_MOST_STEPS[kind], group, k) * num_in_step * PANEL)
-    begin = 0
-    while begin < k:
-        steps = _at_once(kind, begin, k, group)
-        count, packed = steps * num_in_step, panel + begin * step_bytes
-        _unpack(kind, packed, steps, unpacked.ctypes.data)
-        fetch, of_group = packed + steps * step_bytes, scales + begin // group * _OUTPUT_BYTES
-        for index in range(num_passes):
-            row = _first_row(index, num_passes, num_rows)
-            num = _first_row(index + 1, num_passes, num_rows) - row
-            start = x + (row * k + begin * num) * num_in_step * FLOAT_BYTES
-            place, weights = sums.ctypes.data + row * _OUTPUT_BYTES, unpacked.ctypes.data
-            _many_unpacked(kind, num, start, 0, weights, count, place, _OUTPUT_BYTES, fetch, step, of_group, 0, 0)
-            fetch += count * step
-        begin += steps
-    for index in range(num_rows):
-        _copy(sums.ctypes.data + index * _OUTPUT_BYTES, y + index * y_stride)
-        if bias:
-            add_bias(y + index * y_stride, bias)
+    all_passes, num_in_step, step_bytes = _num_passes(num_rows), _NUMBERS_PER_STEP[kind], PANEL * _ITEM_BYTES[kind]
+    number_bytes, is_ready = FLOAT_BYTES * num_in_step, kind in _READY
+    most_rows = min(num_rows, _PASSES_OF_BLOCK * MAX_ROWS)
+    most_steps = min(_MOST_STEPS[kind], MOST_UNPACKED // num_in_step, group, k)
+    sums = on_lines(num_panels * most_rows * PANEL)
+    unpacked = on_lines(0 if is_ready else num_panels * most_steps * num_in_step * PANEL)
+    for first_pass in range(0, all_passes, _PASSES_OF_BLOCK):
+        end_pass = min(first_pass + _PASSES_OF_BLOCK, all_passes)
+        first_row = _first_row(first_pass, all_passes, num_rows)
+        rows, num_passes = _first_row(end_pass, all_passes, num_rows) - first_row, end_pass - first_pass
+        first_rows, sums_bytes = _first_row(first_pass + 1, all_passes, num_rows) - first_row, rows * _OUTPUT_BYTES
+        share = step_bytes // num_in_step // num_passes
+        sums[: num_panels * rows * PANEL] = 0
+        begin = 0
+        while begin < k:
+            left = _at_once(kind, begin, k, group)
+            steps = _even_part(left, most_steps)
+            count, weights, weights_bytes = steps * num_in_step, panel + begin * step_bytes, panel_bytes
+            if not is_ready:
+                weights, weights_bytes = unpacked.ctypes.data, count * _OUTPUT_BYTES
+                for other in range(num_panels):
+                    packed = panel + other * panel_bytes + begin * step_bytes
+                    _unpack(kind, packed, steps, weights + other * weights_bytes)
+            of_group, behind = scales + begin // group * _OUTPUT_BYTES, begin + steps
+            # Each pass fetches its share of the weights that come next, and the numbers of the pass behind it.
+            fetch = panel + (behind * step_bytes if behind < k else num_panels * panel_bytes)
+            for index in range(first_pass, end_pass):
+                row = _first_row(index, all_passes, num_rows)
+                num = _first_row(index + 1, all_passes, num_rows) - row
+                start = x + (row * k + begin * num) * number_bytes
+                place = sums.ctypes.data + (row - first_row) * _OUTPUT_BYTES
+                next_x, x_share = start + num * k * number_bytes, num * FLOAT_BYTES // num_panels
+                if index + 1 == end_pass:
+                    next_x = x + (first_row * k + behind % k * first_rows) * number_bytes
+                for other in range(num_panels):
+                    _many_of_block(
+                        kind, num, start, 0, weights + other * weights_bytes, count, place + other * sums_bytes,
+                        _OUTPUT_BYTES, fetch + other * panel_bytes, share, of_group + other * scales_bytes, 0, 0,
+                        next_x + other * count * x_share, x_share,
+                    )  # fmt: skip
+                fetch += count * share
+            begin = behind
+        for other in range(num_panels):
+            for index in range(rows):
+                place = y + (first_row + index) * y_stride + other * _OUTPUT_BYTES
+                _copy(sums.ctypes.data + other * sums_bytes + index * _OUTPUT_BYTES, place)
+                if bias:
+                    add_bias(place, bias + other * _OUTPUT_BYTES)
 
 
 @numba.njit(nogil=True, inline="always")
@@ -486,18 +549,18 @@ def _multiply_group(  # type: ignore[no-untyped-def] # pragma: no cover - compil
     pass what it reads next.
     """
     if num_rows <= _MAX_ROWS_ALONE:
-        _few(kind, num_rows, x + begin * number_bytes, x_stride, panel, count, y, y_stride, 0, 0, scales, 0, 0)
+        _few(kind, num_rows, x + begin * number_bytes, x_stride, panel, count, y, y_stride, 0, 0, scales, 0, 0, 0, 0)
         return
     num_passes = _num_passes(num_rows)
     step = step_bytes // num_passes
     if num_passes == 1:
-        _more(kind, num_rows, x + begin * number_bytes, x_stride, panel, count, y, y_stride, 0, 0, scales, 0, 0)
+        _more(kind, num_rows, x + begin * number_bytes, x_stride, panel, count, y, y_stride, 0, 0, scales, 0, 0, 0, 0)
         return
     for index in range(num_passes):
         row = _first_row(index, num_passes, num_rows)
         num = _first_row(index + 1, num_passes, num_rows) - row
         start = x + (row * k + begin * num) * number_bytes
-        _many(kind, num, start, 0, panel, count, y + row * y_stride, y_stride, ahead, step, scales, 0, 0)
+        _many(kind, num, start, 0, panel, count, y + row * y_stride, y_stride, ahead, step, scales, 0, 0, 0, 0)
         ahead += count * step
 
 
@@ -558,7 +621,7 @@ def _multiply_gated(kind, first, end, arguments):  # type: ignore[no-untyped-def
     """
     x, x_stride, num_rows, k, panels, num_pairs, bias, both, scales, group, y = _eleven_words(arguments)
     both_stride, y_stride = 2 * num_pairs * _OUTPUT_BYTES, num_pairs * _OUTPUT_BYTES
-    at_once = max(_panels_abreast(num_rows) // 2, 1)
+    at_once = max((_PANELS_OF_BLOCK if num_rows >= _ROWS_OF_BLOCK[kind] else _panels_abreast(num_rows)) // 2, 1)
     for begin in range(first, end, at_once):
         behind = min(begin + at_once, end)
         _multiply_panels(

@@ -340,22 +340,6 @@ class Vectors:
         look_up = cgutils.get_or_insert_function(builder.module, signature, "llvm.x86.avx512.permvar.hi.512")
         return builder.bitcast(builder.call(look_up, [table, builder.bitcast(words, halves)]), self.type)
 
-    def int4_as_bytes(self, builder: Any, *words: Any) -> list[Any]:
-        """Of two vectors of words: for each place in a word the whole numbers there, of all lanes, as bytes."""
-        num_bytes = 2 * self.lanes
-        of_vector = ir.VectorType(_BYTE, 4 * self.lanes)
-        eight = ir.Constant(ir.VectorType(_BYTE, num_bytes), [8] * num_bytes)
-        found = []
-        for index in range(INT4_PER_WORD):
-            shifted = [builder.lshr(each, self.integers(4)) for each in words] if index % 2 else words
-            halves = [builder.and_(each, self.integers(0x0F0F0F0F)) for each in shifted]
-            places = ir.Constant(
-                ir.VectorType(_INDEX, num_bytes), [4 * lane + index // 2 for lane in range(num_bytes)]
-            )
-            of_lanes = builder.shuffle_vector(*(builder.bitcast(each, of_vector) for each in halves), places)
-            found.append(builder.sub(builder.xor(of_lanes, eight), eight))  # the sign is their highest bit
-        return found
-
     def store(self, builder: Any, value: Any, address: Any) -> None:
         builder.store(value, builder.inttoptr(address, self.type.as_pointer())).align = FLOAT_BYTES
 

@@ -21,7 +21,7 @@ from tandem.engine.cpu import packed_linear, vector_ir
 from tandem.engine.cpu.modules import FusedGatedMLP
 from tandem.engine.cpu.packed_kernel import BY_TWO, QUANTIZED, QUANTIZED_BY_TWO, Products
 from tandem.engine.cpu.packed_linear import PackedLinear, pack
-from tandem.engine.cpu.panels import Rounding
+from tandem.engine.cpu.panels import Panels, Rounding
 from tandem.engine.cpu.tiles_kernel import IN_TILES
 from tandem.engine.cpu.tiles_quantized import QUANTIZED_IN_TILES
 from tandem.engine.cpu.vector_ir import has_bfloat16_products, has_bfloat16_tiles, has_wide_vectors
@@ -201,6 +201,50 @@ def test_what_is_not_of_whole_tiles_goes_by_two() -> None:
     packed.panels.multiply_short(in_tiles=True)
     by_two.panels.multiply_short()
     assert torch.equal(packed(x), by_two(x))
+
+
+def prepare(panels: Panels, bits: int | None, is_short: bool) -> None:
+    """Whole numbers of so many bits, if any, and all by two."""
+    if bits is not None:
+        panels.quantize(Rounding(bits))
+    if is_short:
+        panels.multiply_short()
+
+
+KINDS = [
+    *[(dtype, None, False) for dtype in (torch.float32, *SHORT)],
+    *[(torch.float32, bits, False) for bits in (8, 4)],
+    *[pytest.param(dtype, bits, True, marks=by_two)
+      for dtype, bits in ((torch.bfloat16, None), (torch.float32, 8), (torch.float32, 4))],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize(("dtype", "bits", "is_short"), KINDS)
+def test_rows_of_several_blocks_get_what_they_get_in_one_pass(
+    dtype: torch.dtype, bits: int | None, is_short: bool, num_threads: int
+) -> None:
+    """Of plain weights 1,304 numbers are multiplied in three parts; 330 outputs are no whole number of blocks; 1,030
+    rows are those of three blocks, the last one of few."""
+    packed = PackedLinear(draw(330, 1304, seed=1).to(dtype), draw(330, seed=2), num_threads)
+    prepare(packed.panels, bits, is_short)
+    x = draw(1030, 1304, seed=3)
+    apart = torch.cat([packed(part) for part in x.split(6)])
+    for rows in (7, 12, 13, 36, 37, 65, 504, 505, 1030):
+        assert torch.equal(packed(x[:rows]), apart[:rows]), f"{rows} rows"
+
+
+@pytest.mark.parametrize(("dtype", "bits", "is_short"), KINDS)
+def test_gated_rows_of_several_blocks_get_what_they_get_in_one_pass(
+    dtype: torch.dtype, bits: int | None, is_short: bool
+) -> None:
+    gate, up = (nn.Linear(648, 170, bias=True, dtype=dtype) for _ in range(2))
+    mlp = FusedGatedMLP(gate, up, nn.Linear(170, 648, bias=False, dtype=dtype), 1)
+    prepare(mlp.panels, bits, is_short)
+    x = draw(520, 648, seed=3)
+    apart = torch.cat([mlp(part) for part in x.split(6)])
+    for rows in (13, 37, 520):
+        assert torch.equal(mlp(x[:rows]), apart[:rows]), f"{rows} rows"
 
 
 @pytest.mark.parametrize(("dtype", "num_in"), [(torch.bfloat16, 7), (torch.float16, 8), (torch.float32, 8)])

@@ -30,7 +30,6 @@ from tandem.engine.cpu.attention_lanes import (
     BLOCK_LANES,
     HALF,
     HEAD_UNIT,
-    LANES,
     PARTS,
     attend_lanes,
     kv_loader,
@@ -54,7 +53,7 @@ _TILE_SLOTS = 4
 #: lanes that rest and the unpacking of pages cost more than they save.
 _FEW_ROWS, _FEWEST_LANES = 8, 2 * _PARTS
 #: No more lanes than these in a last vector are worth that vector.
-_TAIL_LANES = LANES * 3 // 8
+_TAIL_LANES = _PARTS * 3 // 8
 # Keys, and by two values, are prefetched twice, because a CPU with too many outstanding prefetches drops some: once
 # with the next page, and once so many bytes ahead, which is still early enough.
 NEAR_BYTES = 8192
@@ -597,7 +596,7 @@ def _rows_of_block(num_rows: int, group: int) -> int:
     count = min(max(BLOCK_LANES // group, 2), num_rows)
     if count * group < _FEWEST_LANES:
         return min(count, _FEW_ROWS)
-    tail = count * group % LANES
+    tail = count * group % _PARTS
     return max(count - -(-tail // group), 1) if 0 < tail <= _TAIL_LANES else count
 
 

@@ -1,6 +1,6 @@
 """Attention of many queries at once on the CPU: each query has a lane of a vector, and a page serves them all.
 
-The queries of a KV head, those of all rows and of all heads that share it, are cut into slices of a vector of sixteen.
+The queries of a KV head, those of all rows and of all heads that share it, are cut into slices of two registers.
 Queries and sums of a slice lie transposed, number by number, so that a number of a key or of a value is multiplied with
 all lanes, and softmax needs no sums across lanes. Pages are unpacked to float32 first, once for all slices.
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numba
@@ -30,21 +31,21 @@ from tandem.engine.huge_pages import FLOAT_BYTES
 _IS_WIDE = vir.has_wide_vectors()
 #: What a row alone multiplies at once: the numbers of a register.
 PARTS = vir.Vectors(16 if _IS_WIDE else 8)
-#: Queries of a slice. Where a register has eight numbers that is two of them: a number of a key or of a value, which is
-#: loaded for each product, then serves both.
-VEC = vir.Vectors(16)
+# Queries of a slice: two registers of them. A number of a key or of a value, which is loaded for each product, then
+# serves both. Of the last slice it may be half of them that are any.
+_WHOLE, _PART = vir.Vectors(2 * PARTS.lanes), PARTS
 #: What the length of a head must be a multiple of: half a vector of sixteen may be left beyond whole ones.
 HEAD_UNIT = 8
 HALF = vir.Vectors(HEAD_UNIT) if PARTS.lanes > HEAD_UNIT else None
 # Numba takes these for constants.
-LANES, _VECTOR_BYTES, _PARTS = VEC.lanes, VEC.num_bytes, PARTS.lanes
-#: Keys whose scores are made together: their sums, two vectors for each, and what these are made of just have
-#: registers.
-_TILE_KEYS = 8 if _IS_WIDE else 3
+LANES, _PART_LANES, _ROW_BYTES, _PARTS = _WHOLE.lanes, _PART.lanes, _WHOLE.num_bytes, PARTS.lanes
+#: Keys whose scores are made together, of a slice and of half of one: their sums, two vectors for each, and what these
+#: are made of just have registers.
+_TILE_KEYS, _TILE_KEYS_OF_PART = (4, 8) if _IS_WIDE else (3, 6)
 #: Numbers of a head whose sums are made together.
 _TILE_NUMBERS = 8 if _IS_WIDE else 4
 #: Queries of a KV head that share unpacked pages, about.
-BLOCK_LANES = 128
+BLOCK_LANES = 256
 
 
 def kv_loader(vec: vir.Vectors, kind: int) -> Callable[[Any, Any], Any]:
@@ -59,7 +60,7 @@ def kv_loader(vec: vir.Vectors, kind: int) -> Callable[[Any, Any], Any]:
 def weight_of(vec: vir.Vectors, builder: Any, difference: Any) -> Any:
     """`exp(difference)`, of numbers of at most zero; nothing where it would be less than the least normal number."""
     is_nothing = builder.fcmp_ordered("<", difference, vec.constant(-87.3))
-    return builder.select(is_nothing, vec.constant(0.0), vec.exponential(builder, difference))
+    return builder.select(is_nothing, vec.constant(0.0), vec.exponential_above(builder, difference))
 
 
 def _unpack_of(kind: int) -> Callable[..., None]:
@@ -93,64 +94,66 @@ def _unpack_of(kind: int) -> Callable[..., None]:
     return emit
 
 
-# Each number of the queries of a slice, the sums of each number, the scores or weights of each slot are a row: a vector
-# that has a number for each lane.
+# Each number of the queries of a slice, the sums of each number, the scores or weights of each slot are a row: a number
+# for each lane. Kernels are for vectors of all lanes, or of the first half of them.
 
 
 def _row(builder: Any, rows: Any, index: Any) -> Any:
     """Address of a row."""
-    return vir.advance(builder, rows, rows.type(_VECTOR_BYTES), index)
+    return vir.advance(builder, rows, rows.type(_ROW_BYTES), index)
 
 
-def _multiply(builder: Any, row: Any, factors: Any) -> None:
+def _multiply(vec: vir.Vectors, builder: Any, row: Any, factors: Any) -> None:
     """In place."""
-    VEC.store(builder, builder.fmul(VEC.load(builder, row), factors), row)
+    vec.store(builder, builder.fmul(vec.load(builder, row), factors), row)
 
 
 class Bounds:
     """Which lanes see a slot: those that begin at or before it, for so many."""
 
-    def __init__(self, builder: Any, lows: Any, lengths: Any) -> None:
-        self._lows, self._lengths = (VEC.load_integers(builder, row) for row in (lows, lengths))
+    def __init__(self, vec: vir.Vectors, builder: Any, lows: Any, lengths: Any) -> None:
+        self._vec = vec
+        self._lows, self._lengths = (vec.load_integers(builder, row) for row in (lows, lengths))
 
     def seen(self, builder: Any, slot: Any) -> Any:
-        since = builder.sub(VEC.spread_integer(builder, slot), self._lows)
+        since = builder.sub(self._vec.spread_integer(builder, slot), self._lows)
         return builder.icmp_unsigned("<", since, self._lengths)
 
 
 def _emit_scores(
-    builder: Any, query: Any, numbers: Any, keys: Any, first: Any, end: Any, scores: Any, scale: Any
+    vec: vir.Vectors, tile_keys: int,
+    builder: Any, query: Any, numbers: Any, keys: Any, first: Any, end: Any, scores: Any, scale: Any,
 ) -> None:  # fmt: skip
-    """Scores of a slice with the keys `[first, end)` and up to `_TILE_KEYS - 1` more; tiles begin at `first`.
+    """Scores of a slice with the keys `[first, end)` and up to `tile_keys - 1` more; tiles begin at `first`.
 
     The partial sums of a vector's lanes are made two and two, those that are added to each other first.
     Arguments: queries, numbers of one, keys, first, end, scores; then the scale.
     """
     half = _PARTS // 2
-    pair_bytes = _TILE_KEYS * _VECTOR_BYTES
-    pair_sums = builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(VEC.type, half * _TILE_KEYS)), first.type)
+    pair_bytes = tile_keys * vec.num_bytes
+    pair_sums = builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(vec.type, half * tile_keys)), first.type)
     key_bytes = builder.mul(numbers, numbers.type(FLOAT_BYTES))
     whole = builder.udiv(numbers, numbers.type(_PARTS))
     has_rest = builder.icmp_unsigned("!=", builder.urem(numbers, numbers.type(_PARTS)), numbers.type(0))
     numbers_each = builder.udiv(numbers, numbers.type(half))
-    factor = VEC.spread(builder, scale)
-    with cgutils.for_range_slice(builder, first, end, first.type(_TILE_KEYS)) as (slot, _):
+    factor = vec.spread(builder, scale)
+    with cgutils.for_range_slice(builder, first, end, first.type(tile_keys)) as (slot, _):
         start = vir.advance(builder, keys, key_bytes, slot)
         with cgutils.for_range(builder, first.type(half)) as pair:
             sums = [
-                [cgutils.alloca_once_value(builder, VEC.constant(0.0)) for _ in range(_TILE_KEYS)] for _ in range(2)
+                [cgutils.alloca_once_value(builder, vec.constant(0.0)) for _ in range(tile_keys)] for _ in range(2)
             ]
             own = _row(builder, query, builder.mul(numbers_each, pair.index))
             along = vir.advance(builder, start, first.type(FLOAT_BYTES), pair.index)
 
             def add(which: int, step: Any, own: Any = own, along: Any = along, sums: Any = sums) -> None:
                 row = _row(builder, own, builder.add(builder.mul(step, step.type(2)), step.type(which)))
-                part = VEC.load(builder, row)
+                part = vec.load(builder, row)
                 place = vir.advance(builder, along, step.type(PARTS.num_bytes), step)
                 place = vir.offset(builder, place, which * half * FLOAT_BYTES)
                 for key, total in enumerate(sums[which]):
                     number = vir.load_real(builder, vir.advance(builder, place, key_bytes, key))
-                    builder.store(VEC.fma(builder, part, VEC.spread(builder, number), builder.load(total)), total)
+                    builder.store(vec.fma(builder, part, vec.spread(builder, number), builder.load(total)), total)
 
             with cgutils.for_range(builder, whole) as loop:
                 add(0, loop.index)
@@ -160,18 +163,18 @@ def _emit_scores(
             to = vir.advance(builder, pair_sums, first.type(pair_bytes), pair.index)
             for key, both in enumerate(zip(*sums, strict=True)):
                 total = builder.fadd(*(builder.load(one) for one in both))
-                VEC.store(builder, total, vir.offset(builder, to, key * _VECTOR_BYTES))
+                vec.store(builder, total, vir.offset(builder, to, key * vec.num_bytes))
         to = _row(builder, scores, slot)
-        for key in range(_TILE_KEYS):
-            at = vir.offset(builder, pair_sums, key * _VECTOR_BYTES)
-            totals = [VEC.load(builder, vir.offset(builder, at, pair_bytes * which)) for which in range(half)]
+        for key in range(tile_keys):
+            at = vir.offset(builder, pair_sums, key * vec.num_bytes)
+            totals = [vec.load(builder, vir.offset(builder, at, pair_bytes * which)) for which in range(half)]
             while len(totals) > 1:
                 middle = len(totals) // 2
                 totals = [builder.fadd(*both) for both in zip(totals[:middle], totals[middle:], strict=True)]
-            VEC.store(builder, builder.fmul(totals[0], factor), vir.offset(builder, to, key * _VECTOR_BYTES))
+            vec.store(builder, builder.fmul(totals[0], factor), vir.offset(builder, to, key * _ROW_BYTES))
 
 
-def _weigh_slots(*, masked: bool) -> Any:
+def _weigh_slots(vec: vir.Vectors, *, masked: bool) -> Any:
     """Scores of a slice become weights, in place: online softmax. What was summed so far shrinks if a score is greater.
 
     Arguments: scores; slots, a multiple of the lanes of `PARTS`; the greatest score and the sum of weights so far; the
@@ -182,47 +185,47 @@ def _weigh_slots(*, masked: bool) -> Any:
         builder: Any, scores: Any, slots: Any, greatest: Any, weight_sum: Any, total: Any, numbers: Any, lows: Any,
         lengths: Any,
     ) -> None:  # fmt: skip
-        nothing = VEC.constant(-math.inf)
-        bounds = Bounds(builder, lows, lengths) if masked else None
-        before = VEC.load(builder, greatest)
+        nothing = vec.constant(-math.inf)
+        bounds = Bounds(vec, builder, lows, lengths) if masked else None
+        before = vec.load(builder, greatest)
         found = cgutils.alloca_once_value(builder, before)
         with cgutils.for_range(builder, slots) as loop:
             row = _row(builder, scores, loop.index)
-            value = VEC.load(builder, row)
+            value = vec.load(builder, row)
             if bounds is not None:
                 value = builder.select(bounds.seen(builder, loop.index), value, nothing)
-                VEC.store(builder, value, row)
-            builder.store(VEC.greater(builder, value, builder.load(found)), found)
+                vec.store(builder, value, row)
+            builder.store(vec.greater(builder, value, builder.load(found)), found)
         now = builder.load(found)
         rises = builder.fcmp_ordered(">", now, before)
-        with builder.if_then(VEC.any_lane(builder, rises)):
-            factors = builder.select(rises, weight_of(VEC, builder, builder.fsub(before, now)), VEC.constant(1.0))
-            VEC.store(builder, now, greatest)
-            _multiply(builder, weight_sum, factors)
+        with builder.if_then(vec.any_lane(builder, rises)):
+            factors = builder.select(rises, weight_of(vec, builder, builder.fsub(before, now)), vec.constant(1.0))
+            vec.store(builder, now, greatest)
+            _multiply(vec, builder, weight_sum, factors)
             with cgutils.for_range(builder, numbers) as loop:
-                _multiply(builder, _row(builder, total, loop.index), factors)
+                _multiply(vec, builder, _row(builder, total, loop.index), factors)
         if masked:  # a lane may have seen nothing yet
-            now = builder.select(builder.fcmp_ordered("==", now, nothing), VEC.constant(0.0), now)
+            now = builder.select(builder.fcmp_ordered("==", now, nothing), vec.constant(0.0), now)
         with cgutils.for_range(builder, slots) as loop:
             row = _row(builder, scores, loop.index)
-            VEC.store(builder, weight_of(VEC, builder, builder.fsub(VEC.load(builder, row), now)), row)
+            vec.store(builder, weight_of(vec, builder, builder.fsub(vec.load(builder, row), now)), row)
 
         def sum_of(first: int, step: int) -> Any:
             """Added as `Vectors.sum_of` adds lanes."""
             if step < _PARTS:
                 return builder.fadd(*(sum_of(begin, 2 * step) for begin in (first, first + step)))
-            total = cgutils.alloca_once_value(builder, VEC.constant(0.0))
+            total = cgutils.alloca_once_value(builder, vec.constant(0.0))
             with cgutils.for_range_slice(builder, slots.type(first), slots, slots.type(step)) as (slot, _):
-                weight = VEC.load(builder, _row(builder, scores, slot))
+                weight = vec.load(builder, _row(builder, scores, slot))
                 builder.store(builder.fadd(builder.load(total), weight), total)
             return builder.load(total)
 
-        VEC.store(builder, builder.fadd(VEC.load(builder, weight_sum), sum_of(0, 1)), weight_sum)
+        vec.store(builder, builder.fadd(vec.load(builder, weight_sum), sum_of(0, 1)), weight_sum)
 
-    return vir.kernel(8, 0, types.void, vir.apart(f"lanes_weights{'_masked' if masked else ''}", emit))
+    return vir.kernel(8, 0, types.void, vir.apart(f"lanes_weights_{vec.lanes}{'_masked' if masked else ''}", emit))
 
 
-def _add_slots(*, masked: bool) -> Any:
+def _add_slots(vec: vir.Vectors, *, masked: bool) -> Any:
     """Adds the weighted values of the slots `[first, end)` to the sums of a slice.
 
     Arguments: weights, first, end, values, numbers of each, sums; lows and lengths of what lanes see, where `masked`:
@@ -232,41 +235,51 @@ def _add_slots(*, masked: bool) -> Any:
     def emit(
         builder: Any, weights: Any, first: Any, end: Any, values: Any, numbers: Any, total: Any, lows: Any, lengths: Any
     ) -> None:  # fmt: skip
-        bounds = Bounds(builder, lows, lengths) if masked else None
+        bounds = Bounds(vec, builder, lows, lengths) if masked else None
         value_bytes = builder.mul(numbers, numbers.type(FLOAT_BYTES))
         step = numbers.type(_TILE_NUMBERS)
         with cgutils.for_range_slice(builder, numbers.type(0), numbers, step) as (number, _):
             start = _row(builder, total, number)
-            rows = [vir.offset(builder, start, n * _VECTOR_BYTES) for n in range(_TILE_NUMBERS)]
-            sums = [cgutils.alloca_once_value(builder, VEC.load(builder, row)) for row in rows]
+            rows = [vir.offset(builder, start, n * _ROW_BYTES) for n in range(_TILE_NUMBERS)]
+            sums = [cgutils.alloca_once_value(builder, vec.load(builder, row)) for row in rows]
             column = vir.advance(builder, values, number.type(FLOAT_BYTES), number)
             with cgutils.for_range_slice(builder, first, end, first.type(1)) as (slot, _):
-                weight = VEC.load(builder, _row(builder, weights, slot))
+                weight = vec.load(builder, _row(builder, weights, slot))
                 seen = None if bounds is None else bounds.seen(builder, slot)
                 place = vir.advance(builder, column, value_bytes, slot)
                 for n, one in enumerate(sums):
-                    value = VEC.spread(builder, vir.load_real(builder, vir.offset(builder, place, n * FLOAT_BYTES)))
+                    value = vec.spread(builder, vir.load_real(builder, vir.offset(builder, place, n * FLOAT_BYTES)))
                     old = builder.load(one)
-                    new = VEC.fma(builder, weight, value, old)
+                    new = vec.fma(builder, weight, value, old)
                     builder.store(new if seen is None else builder.select(seen, new, old), one)
             for row, one in zip(rows, sums, strict=True):
-                VEC.store(builder, builder.load(one), row)
+                vec.store(builder, builder.load(one), row)
 
-    return vir.kernel(8, 0, types.void, vir.apart(f"lanes_values{'_masked' if masked else ''}", emit))
+    return vir.kernel(8, 0, types.void, vir.apart(f"lanes_values_{vec.lanes}{'_masked' if masked else ''}", emit))
 
 
-def _emit_scale(builder: Any, rows: Any, first: Any, end: Any, scales: Any) -> None:
+def _emit_scale(vec: vir.Vectors, builder: Any, rows: Any, first: Any, end: Any, scales: Any) -> None:
     """Multiplies the scores or the weights of the slots `[first, end)` with the scales of these."""
     with cgutils.for_range_slice(builder, first, end, first.type(1)) as (slot, _):
         scale = vir.load_real(builder, vir.advance(builder, scales, slot.type(FLOAT_BYTES), slot))
-        _multiply(builder, _row(builder, rows, slot), VEC.spread(builder, scale))
+        _multiply(vec, builder, _row(builder, rows, slot), vec.spread(builder, scale))
 
 
 _unpack = vir.kernel_by_kind(6, 0, types.void, _unpack_of)
-_scores = vir.kernel(6, 1, types.void, vir.apart("lanes_scores", _emit_scores))
-_weigh, _weigh_seen = (_weigh_slots(masked=masked) for masked in (False, True))
-_add, _add_seen = (_add_slots(masked=masked) for masked in (False, True))
-_scale = vir.kernel(4, 0, types.void, _emit_scale)
+
+
+def _scores_of(vec: vir.Vectors, tile_keys: int) -> Callable[..., None]:
+    return vir.kernel(
+        6, 1, types.void, vir.apart(f"lanes_scores_{vec.lanes}", partial(_emit_scores, vec, tile_keys))
+    )
+
+
+_scores, _scores_of_part = _scores_of(_WHOLE, _TILE_KEYS), _scores_of(_PART, _TILE_KEYS_OF_PART)
+_weigh, _weigh_seen = (_weigh_slots(_WHOLE, masked=masked) for masked in (False, True))
+_weigh_part, _weigh_seen_part = (_weigh_slots(_PART, masked=masked) for masked in (False, True))
+_add, _add_seen = (_add_slots(_WHOLE, masked=masked) for masked in (False, True))
+_add_part, _add_seen_part = (_add_slots(_PART, masked=masked) for masked in (False, True))
+_scale = vir.kernel(4, 0, types.void, partial(_emit_scale, _WHOLE))
 _load_real = vir.kernel(1, 0, types.float32, vir.load_real)
 
 
@@ -362,25 +375,37 @@ def attend_lanes(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
             of_greatest, of_sum = greatest[piece].ctypes.data, weight_sum[piece].ctypes.data
             of_total, rows = total[piece].ctypes.data, scores.ctypes.data
             bounds, bound_lengths = lows.ctypes.data, lengths.ctypes.data
-            tile = seen // _TILE_KEYS * _TILE_KEYS
-            of_queries = queries[piece].ctypes.data
-            _scores(of_queries, head_dim, keys.ctypes.data, tile, seen_end, rows, scaling)
+            of_queries, of_keys, of_values = queries[piece].ctypes.data, keys.ctypes.data, values.ctypes.data
+            is_part = lanes - piece * LANES <= _PART_LANES
+            if is_part:
+                tile = seen // _TILE_KEYS_OF_PART * _TILE_KEYS_OF_PART
+                _scores_of_part(of_queries, head_dim, of_keys, tile, seen_end, rows, scaling)
+            else:
+                tile = seen // _TILE_KEYS * _TILE_KEYS
+                _scores(of_queries, head_dim, of_keys, tile, seen_end, rows, scaling)
             if SCALE_BYTES[kind]:
                 _scale(rows, seen, seen_end, key_scales.ctypes.data)
             if softcap > 0:
                 for place in range(seen * LANES, seen_end * LANES):
                     scores[place] = softcap * math.tanh(scores[place] / softcap)
-            if masked:
+            if masked and is_part:
+                _weigh_seen_part(rows, padded, of_greatest, of_sum, of_total, head_dim, bounds, bound_lengths)
+            elif masked:
                 _weigh_seen(rows, padded, of_greatest, of_sum, of_total, head_dim, bounds, bound_lengths)
+            elif is_part:
+                _weigh_part(rows, padded, of_greatest, of_sum, of_total, head_dim, bounds, bound_lengths)
             else:
                 _weigh(rows, padded, of_greatest, of_sum, of_total, head_dim, bounds, bound_lengths)
             if SCALE_BYTES[kind]:
                 _scale(rows, seen, seen_end, value_scales.ctypes.data)
-            at = values.ctypes.data
-            if masked:
-                _add_seen(rows, seen, seen_end, at, head_dim, of_total, bounds, bound_lengths)
+            if masked and is_part:
+                _add_seen_part(rows, seen, seen_end, of_values, head_dim, of_total, bounds, bound_lengths)
+            elif masked:
+                _add_seen(rows, seen, seen_end, of_values, head_dim, of_total, bounds, bound_lengths)
+            elif is_part:
+                _add_part(rows, seen, seen_end, of_values, head_dim, of_total, bounds, bound_lengths)
             else:
-                _add(rows, seen, seen_end, at, head_dim, of_total, bounds, bound_lengths)
+                _add(rows, seen, seen_end, of_values, head_dim, of_total, bounds, bound_lengths)
     for which in range(lanes):
         piece, lane = which // LANES, which % LANES
         inverse = np.float32(1.0) / weight_sum[piece, lane]
@@ -394,7 +419,9 @@ def make_scratch(lanes, head_dim, page_size):  # type: ignore[no-untyped-def] # 
     """Memory for `attend_lanes` with up to so many queries of a KV head."""
     slices = (lanes + LANES - 1) // LANES
     padded = (page_size + _PARTS - 1) // _PARTS * _PARTS
-    room = padded + _TILE_KEYS  # of the last tile some keys may not be any
+    room = padded + max(_TILE_KEYS, _TILE_KEYS_OF_PART)
+    keys = on_lines(room * head_dim)
+    keys[:] = 0  # of the last tile some may not be any, and what they are multiplied to would take longest if denormal
     return (
         on_lines(slices * LANES).reshape(slices, LANES),
         on_lines(slices * LANES).reshape(slices, LANES),
@@ -403,7 +430,7 @@ def make_scratch(lanes, head_dim, page_size):  # type: ignore[no-untyped-def] # 
         on_lines(slices * head_dim * LANES).reshape(slices, head_dim * LANES),
         on_lines(slices * head_dim * LANES).reshape(slices, head_dim * LANES),
         on_lines(room * LANES),
-        on_lines(room * head_dim),
+        keys,
         on_lines(room * head_dim),
         np.empty(padded, dtype=np.float32),
         np.empty(padded, dtype=np.float32),

@@ -133,7 +133,7 @@ def _weigh_of(*, masked: bool) -> Any:
         builder: Any, scores: Any, slots: Any, weights: Any, greatest: Any, weight_sum: Any, total: Any, numbers: Any,
         rescale_at: Any, lows: Any, lengths: Any, factor: Any,
     ) -> None:  # fmt: skip
-        bounds = Bounds(builder, lows, lengths) if masked else None
+        bounds = Bounds(_VEC, builder, lows, lengths) if masked else None
         nothing = _VEC.constant(_LOWEST)
         row_bytes = slots.type(ROW_BYTES)
         found = [cgutils.alloca_once_value(builder, nothing) for _ in range(4)]

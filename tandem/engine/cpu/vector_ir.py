@@ -503,22 +503,28 @@ class Vectors:
         return builder.extract_element(vector, ir.Constant(_INDEX, 0))
 
     def exponential(self, builder: Any, x: Any) -> Any:
-        """e to the power of `x <= 0`, to about 1e-7 relative; below -87.3 it is that of -87.3. NaN stays NaN.
+        """e to the power of `x <= 0`, to about 1e-7 relative; below -87.3 it is that of -87.3. NaN stays NaN."""
+        least = self.constant(-87.3)
+        return self.exponential_above(builder, builder.select(builder.fcmp_ordered("<", x, least), least, x))
 
-        2 ** n * e ** r with n whole and |r| <= log(2) / 2: n goes into the exponent's bits, e ** r is a polynomial.
-        Reference: Cephes' `expf`, S. Moshier.
+    def exponential_above(self, builder: Any, x: Any) -> Any:
+        """As `exponential`, but of less than -87.3 it may be anything.
+
+        2 ** n * e ** r with n whole and |r| <= log(2) / 2: n is what the lowest bits of a great number come to when it
+        is added, and goes into the exponent's bits; e ** r is the polynomial of six powers whose greatest relative
+        error is least, 2e-9 (by Lawson's algorithm). log(2) is in two parts, as in Cephes' `expf`, S. Moshier.
         """
-        x = builder.select(builder.fcmp_ordered("<", x, self.constant(-87.3)), self.constant(-87.3), x)
-        whole = self.fma(builder, x, self.constant(1.44269504088896341), self.constant(0.5))
-        whole = self._apply(builder, "floor", whole)
+        great = self.constant(1.5 * 2.0**23)
+        shifted = self.fma(builder, x, self.constant(1.44269504088896341), great)
+        whole = builder.fsub(shifted, great)
         rest = self.fma(builder, whole, self.constant(-0.693359375), x)
         rest = self.fma(builder, whole, self.constant(2.12194440e-4), rest)
-        series = self.constant(1.9875691500e-4)
-        for coefficient in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        series = self.constant(1.384360716e-3)
+        for coefficient in (8.374195546e-3, 4.166800529e-2, 1.666643023e-1, 4.999999404e-1, 1.0, 1.0):
             series = self.fma(builder, series, rest, self.constant(coefficient))
-        series = self.fma(builder, series, builder.fmul(rest, rest), builder.fadd(rest, self.constant(1.0)))
-        exponent = builder.add(builder.fptosi(whole, self._integers), self.integers(127))
-        return builder.fmul(series, builder.bitcast(builder.shl(exponent, self.integers(23)), self.type))
+        exponent = builder.shl(builder.bitcast(shifted, self._integers), self.integers(23))
+        power = builder.add(exponent, builder.bitcast(self.constant(1.0), self._integers))
+        return builder.fmul(series, builder.bitcast(power, self.type))
 
     def silu(self, builder: Any, x: Any) -> Any:
         """`x / (1 + e ** -x)`, by way of a power that cannot overflow. NaN stays NaN."""

@@ -19,9 +19,10 @@ from typing import Any
 
 import numba
 from numba import types
-from numba.core import config
+from numba.core import codegen, config
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, InTreeCacheLocator
 from numba.core.ccallback import CFunc
+from numba.core.registry import cpu_target
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +33,18 @@ _UNUSED_S = 30 * 24 * 3600
 
 # Numba frees the code with its object, and others know the address only.
 _held: list[CFunc] = []
+
+# For Intel's CPUs LLVM makes vectors of half of AVX-512's registers of plain loops, since on the first of them these
+# slowed the clock. Kernels here multiply with whole ones all the time, so that was lost already.
+_WHOLE_REGISTERS = "-prefer-256-bit"
+if config.CPU_FEATURES is None:  # else a user said what to compile for
+    config.CPU_FEATURES = f"{codegen.get_host_cpu_features()},{_WHOLE_REGISTERS}"
+
+
+def target_features() -> frozenset[str]:
+    """What Numba compiles for, in LLVM's words."""
+    _, _, features = cpu_target.target_context.codegen().magic_tuple()
+    return frozenset(features.split(","))
 
 
 def compile_function(function: Callable[..., Any]) -> Any:

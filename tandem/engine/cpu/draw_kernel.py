@@ -10,7 +10,7 @@ is. Neighbours that are all too light are read once, when their greatest is foun
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,8 @@ _UNDRAWN = -3
 
 #: Tokens whose weights are summed by themselves, so that the one that is drawn is found among few.
 _BLOCK = 512
+_WEIGHT_BYTES, _LANES = 8, 8
+_VECTOR, _VECTOR_BYTES = ir.VectorType(ir.DoubleType(), _LANES), _LANES * _WEIGHT_BYTES
 #: Weights that are passed over together where the greatest of them is less than the least that is looked for; a part of
 #: a block.
 _GROUP = 32
@@ -106,6 +108,74 @@ def _as_weight(_typing, _bits):  # type: ignore[no-untyped-def]
     return types.float64(types.int64), _emit_as_weight
 
 
+def _load_group(builder: Any, address: Any) -> list[Any]:
+    places = (builder.add(address, address.type(n * _VECTOR_BYTES)) for n in range(_GROUP // _LANES))
+    loaded = [builder.load(builder.inttoptr(place, _VECTOR.as_pointer())) for place in places]
+    for vector in loaded:
+        vector.align = _WEIGHT_BYTES
+    return loaded
+
+
+def _reduced(builder: Any, vectors: list[Any], combine: Callable[[Any, Any], Any]) -> Any:
+    """One number of vectors of a group: halves of them by halves, then of lanes."""
+    while len(vectors) > 1:
+        middle = len(vectors) // 2
+        vectors = [combine(*both) for both in zip(vectors[:middle], vectors[middle:], strict=True)]
+    vector, width = vectors[0], _LANES
+    while width > 1:
+        width //= 2
+        unset, index = ir.Constant(vector.type, ir.Undefined), ir.VectorType(ir.IntType(32), width)
+        vector = combine(*(
+            builder.shuffle_vector(vector, unset, ir.Constant(index, list(range(first, first + width))))
+            for first in (0, width)
+        ))  # fmt: skip
+    return builder.extract_element(vector, ir.Constant(ir.IntType(32), 0))
+
+
+def _emit_top(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+    def greater(one: Any, other: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(">", one, other), one, other)
+
+    return _reduced(builder, _load_group(builder, arguments[0]), greater)
+
+
+def _emit_sum_of(relation: str, has_weight: bool) -> Callable[..., Any]:
+    def emit(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        address, edge = arguments
+        unset, index = ir.Constant(_VECTOR, ir.Undefined), ir.VectorType(ir.IntType(32), _LANES)
+        first = builder.insert_element(unset, edge, ir.Constant(ir.IntType(32), 0))
+        edges = builder.shuffle_vector(first, unset, ir.Constant(index, [0] * _LANES))
+        ones, zeros = (ir.Constant(_VECTOR, [value] * _LANES) for value in (1.0, 0.0))
+        chosen = [
+            builder.select(builder.fcmp_ordered(relation, each, edges), each if has_weight else ones, zeros)
+            for each in _load_group(builder, address)
+        ]
+        return _reduced(builder, chosen, builder.fadd)
+
+    return emit
+
+
+# LLVM makes gathers of the vectors that loops over groups become, or none at all; so these are written out.
+
+
+@intrinsic
+def _top(_typing, _address):  # type: ignore[no-untyped-def]
+    """The greatest weight of the group there."""
+    return types.float64(types.intp), _emit_top
+
+
+@intrinsic
+def _sum_above(_typing, _address, _edge):  # type: ignore[no-untyped-def]
+    """The sum of the weights of the group there that are greater than `edge`."""
+    return types.float64(types.intp, types.float64), _emit_sum_of(">", True)
+
+
+@intrinsic
+def _count_ties(_typing, _address, _edge):  # type: ignore[no-untyped-def]
+    """How many weights of the group there are `edge`."""
+    return types.float64(types.intp, types.float64), _emit_sum_of("==", False)
+
+
 @_jit
 def _greatest(bits, num):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     """Of the float32 whose bits these are; NaN where one is.
@@ -122,18 +192,29 @@ def _greatest(bits, num):  # type: ignore[no-untyped-def] # pragma: no cover - c
     return _as_real(np.int32(greatest ^ ((greatest >> 31) & _BELOW_SIGN)))
 
 
+@_jit
+def _find_tops(weights, num, tops):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """Write the greatest of each group. What is behind the last weight, up to a whole group, is read too."""
+    for first in range(0, num, _GROUP):
+        tops[first // _GROUP] = _top(weights.ctypes.data + first * _WEIGHT_BYTES)
+
+
 @_jit_fast
-def _weigh(logits, num, greatest, inverse, weights, sums):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    """Write `exp((logits - greatest) * inverse)` and its sums by block. Returns the sum of all.
+def _weigh(logits, num, greatest, inverse, weights, sums, tops, with_tops):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
+    """Write `exp((logits - greatest) * inverse)`, its sums by block and, `with_tops`, the greatest of each group.
+    Returns the sum of all.
 
     2 to the nearest whole power, times a series over the half powers beside it: exact to some 1e-15 near the likeliest,
     and to 3e-14 far below it.
     """
     total = 0.0
     for first in range(0, num, _BLOCK):
-        of_block = 0.0
-        for index in range(first, min(first + _BLOCK, num)):
-            exponent = (np.float64(logits[index]) - greatest) * inverse
+        end = min(first + _BLOCK, num)
+        # Parts, whose indices are from zero on: of others LLVM does not know that they are not negative, which would
+        # mean from the end, so it gathers and scatters numbers instead of loading and storing vectors.
+        block, of_weights, of_block = logits[first:end], weights[first:end], 0.0
+        for index in range(end - first):
+            exponent = (np.float64(block[index]) - greatest) * inverse
             inside = exponent if exponent > _LEAST_EXPONENT else _LEAST_EXPONENT
             twos = np.rint(inside * _LOG2_E)
             rest = (inside - twos * _LN2_HIGH) - twos * _LN2_LOW
@@ -150,10 +231,12 @@ def _weigh(logits, num, greatest, inverse, weights, sums):  # type: ignore[no-un
             value = _SERIES[0] + rest * value
             weight = _times_two_to(value, twos)
             weight = weight if exponent > _LEAST_EXPONENT else 0.0
-            weights[index] = weight
+            of_weights[index] = weight
             of_block += weight
         sums[first // _BLOCK] = of_block
         total += of_block
+        if with_tops:
+            _find_tops(of_weights, end - first, tops[first // _GROUP :])
     return total
 
 
@@ -163,17 +246,6 @@ def _sum(values, num):  # type: ignore[no-untyped-def] # pragma: no cover - comp
     for index in range(num):
         total += values[index]
     return total
-
-
-@_jit_fast
-def _find_tops(weights, num, tops):  # type: ignore[no-untyped-def] # pragma: no cover - compiled
-    """Write the greatest of each group."""
-    for first in range(0, num, _GROUP):
-        top = 0.0
-        for index in range(_GROUP):
-            weight = weights[first + index]
-            top = weight if weight > top else top
-        tops[first // _GROUP] = top
 
 
 @_jit
@@ -337,12 +409,10 @@ def _sum_blocks(weights, num, edge, num_ties, tops, sums, ties):  # type: ignore
         of_block, ties_of_block = 0.0, 0.0
         ties[first // _BLOCK] = num_ties
         for begin in range(first, min(first + _BLOCK, num), _GROUP):
-            if tops[begin // _GROUP] < edge:
-                continue
-            for index in range(_GROUP):
-                weight = weights[begin + index]
-                of_block += weight if weight > edge else 0.0
-                ties_of_block += 1.0 if weight == edge else 0.0
+            if tops[begin // _GROUP] >= edge:
+                group = weights.ctypes.data + begin * _WEIGHT_BYTES
+                of_block += _sum_above(group, edge)
+                ties_of_block += _count_ties(group, edge)
         ties_of_block = min(ties_of_block, num_ties)
         num_ties -= ties_of_block
         of_block += ties_of_block * edge
@@ -380,8 +450,6 @@ def _draw(num, total, top_k, top_p, min_p, number, room):  # type: ignore[no-unt
     weights, sums, tops, ties, kept, members, bins = room
     edge, num_ties = 0.0, float(num)
     source, count = weights, num
-    if min_p > 0.0 or top_k > 0 or top_p < 1.0:
-        _find_tops(weights, num, tops)
     if min_p > 0.0:
         edge, source, count = min_p, kept, _gather(weights, num, min_p, tops, kept)
     if 0 < top_k < count:
@@ -418,9 +486,10 @@ def _draw_rows(first, end, arguments):  # type: ignore[no-untyped-def] # pragma:
         np.empty(num, np.float64),
         np.empty(_BINS, np.float64),
     )
-    weights, sums = room[0], room[1]
+    weights, sums, tops = room[:3]
     for row in range(first, end):
         greatest, temperature, top_p, min_p, number = reals[row]
+        is_cut = min_p > 0.0 or counts[row] > 0 or top_p < 1.0
         if not is_wide[row]:
             greatest = np.float64(_greatest(numba.carray(int32s(addresses[row]), num), num))
         if not np.isfinite(greatest):
@@ -428,9 +497,11 @@ def _draw_rows(first, end, arguments):  # type: ignore[no-untyped-def] # pragma:
             continue
         inverse = 1.0 / temperature  # below some temperature a row is greedy, and not drawn
         if is_wide[row]:
-            total = _weigh(numba.carray(float64s(addresses[row]), num), num, greatest, inverse, weights, sums)
+            logits = numba.carray(float64s(addresses[row]), num)
+            total = _weigh(logits, num, greatest, inverse, weights, sums, tops, is_cut)
         else:
-            total = _weigh(numba.carray(float32s(addresses[row]), num), num, greatest, inverse, weights, sums)
+            narrow = numba.carray(float32s(addresses[row]), num)
+            total = _weigh(narrow, num, greatest, inverse, weights, sums, tops, is_cut)
         tokens[row] = _draw(num, total, counts[row], top_p, min_p, number, room)
 
 

@@ -19,10 +19,10 @@ import llvmlite.binding
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from tandem.core.dtypes import KV_SCALE_BYTES
+from tandem.engine.cpu.compiling import target_features
 from tandem.engine.huge_pages import FLOAT_BYTES
 
 _log = logging.getLogger(__name__)
@@ -83,22 +83,19 @@ def widens_float16() -> bool:
 
 def has_wide_vectors() -> bool:
     """Whether Numba compiles for 32 vector registers of sixteen float32, AVX-512's; else for at least 16 of eight."""
-    _, _, features = cpu_target.target_context.codegen().magic_tuple()
-    return {"+avx512f", "+avx512vl"} <= set(features.split(","))
+    return {"+avx512f", "+avx512vl"} <= target_features()
 
 
 def has_bfloat16_products() -> bool:
     """Whether Numba compiles for vectors that multiply bfloat16 in pairs, AVX-512's."""
-    _, _, features = cpu_target.target_context.codegen().magic_tuple()
-    return has_wide_vectors() and "+avx512bf16" in features.split(",")
+    return has_wide_vectors() and "+avx512bf16" in target_features()
 
 
 @functools.cache
 def has_bfloat16_tiles() -> bool:
     """Whether Numba compiles for tiles of bfloat16, AMX's, beside such products, and Linux lets this process have them:
     it is asked, and from then on signal handlers need stacks that hold them."""
-    _, _, features = cpu_target.target_context.codegen().magic_tuple()
-    has_them = has_bfloat16_products() and {"+amx-tile", "+amx-bf16"} <= set(features.split(","))
+    has_them = has_bfloat16_products() and {"+amx-tile", "+amx-bf16"} <= target_features()
     if not has_them or sys.platform != "linux":
         return False
     call = ctypes.CDLL(None, use_errno=True).syscall

@@ -110,8 +110,11 @@ def test_weights_are_those_of_a_wider_type() -> None:
     """To some last bits, fewer far below the greatest; what is lower still, or masked, weighs nothing at all."""
     num = 100_003
     logits = np.linspace(-699.0, 0.0, num)
-    weights, sums = np.empty(num), np.empty(num // kernel._BLOCK + 1)
-    total = kernel._weigh(logits, num, 0.0, 1.0, weights, sums)
+    num_groups = -(-num // kernel._GROUP)
+    room, sums, tops = np.zeros(num_groups * kernel._GROUP), np.empty(num // kernel._BLOCK + 1), np.empty(num_groups)
+    total = kernel._weigh(logits, num, 0.0, 1.0, room, sums, tops, True)
+    assert np.array_equal(tops, room.reshape(num_groups, -1).max(axis=1))
+    weights = room[:num]
     exact = np.exp(logits.astype(np.longdouble))
     off = np.abs(weights / exact - 1)
     assert off.max() < 5e-14
@@ -120,6 +123,6 @@ def test_weights_are_those_of_a_wider_type() -> None:
     assert weights[-1] == 1.0
     assert total == pytest.approx(float(exact.sum()), rel=1e-13)
     few, greatest = np.array([-np.inf, -1e30, -701.0, -0.5, 0.0]), 2.0
-    kernel._weigh(few + greatest, 5, greatest, 1.0, weights, sums)
+    kernel._weigh(few + greatest, 5, greatest, 1.0, weights, sums, tops, False)
     assert weights[:3].tolist() == [0.0] * 3
     assert weights[3:5].tolist() == pytest.approx([np.exp(-0.5), 1.0], rel=1e-15)

@@ -115,6 +115,7 @@ def _pass_of(
     together: bool = False,
     ahead: bool = False,
     abreast: bool = False,
+    of_blocks: bool = False,
     kind_of: Callable[[int], int | None] = lambda kind: kind,
 ) -> Callable[..., None]:
     """A kernel for a number of rows out of `rows` (of any other it computes nothing), and a panel.
@@ -122,13 +123,16 @@ def _pass_of(
     Its arguments are the kind of weights, a constant, then counts and addresses: how many rows; x, the distance of its
     rows in bytes, the panel, its steps, the outputs, the distance of their rows in bytes; where to prefetch from, and
     by how many bytes to go on with each step, for passes of rows that lie together; the scales, where there are any:
-    then the outputs are added to; how many bytes panels, and their scales, are apart.
+    then the outputs are added to; how many bytes panels, and their scales, are apart. And for those of blocks: where to
+    prefetch numbers of rows from, and by how many bytes to go on with each step; what the products are added to, which
+    may be others than the outputs, and the distance of their rows in bytes.
 
     Args:
         together: whether x is `[K][rows]`, and not rows some distance apart; such a pass is one of several, and fetches
             its share of what comes next.
         ahead: whether it fetches weights `BYTES_AHEAD` before it reads them.
         abreast: whether it takes several panels at once.
+        of_blocks: whether it is one of a block.
         kind_of: the kind as which weights of another are multiplied; `None`: they never are in such a pass.
     """
 
@@ -144,7 +148,7 @@ def _pass_of(
 
         return partial(_emit_by_rows, rows, emit_rows)
 
-    return vir.kernel_by_kind(14, 0, types.void, emit_of)
+    return vir.kernel_by_kind(16 if of_blocks else 12, 0, types.void, emit_of)
 
 
 def _emit_by_rows(rows: range, emit_rows: Callable[..., None], builder: Any, num_rows: Any, *arguments: Any) -> None:
@@ -163,7 +167,8 @@ def _emit_by_rows(rows: range, emit_rows: Callable[..., None], builder: Any, num
 def _emit_pass(
     builder: Any, num_rows: int, kind: int, together: bool, ahead: bool, num_panels: int,
     x: Any, x_stride: Any, panel: Any, k: Any, y: Any, y_stride: Any, fetch: Any, fetch_step: Any, scales: Any,
-    panel_bytes: Any, scales_bytes: Any, fetch_x: Any, fetch_x_step: Any,
+    panel_bytes: Any, scales_bytes: Any, fetch_x: Any = None, fetch_x_step: Any = None, before: Any = None,
+    before_stride: Any = None,
 ) -> None:  # fmt: skip
     def vectors_of(start: Any, stride: Any, vector_bytes: int) -> list[Any]:
         of_panels = [vir.advance(builder, start, stride, index) if index else start for index in range(num_panels)]
@@ -177,16 +182,19 @@ def _emit_pass(
         number_bytes = FLOAT_BYTES
     x_step = k.type(number_bytes * _NUMBERS_PER_STEP[kind])
     # Stack slots that LLVM turns into registers.
-    starts = [vir.advance(builder, y, y_stride, row) for row in range(num_rows)]
-    of_panels = y_stride.type(_OUTPUT_BYTES)
-    output_places = [vectors_of(start, of_panels, _vec.num_bytes) for start in starts]
+    def outputs_of(start: Any, stride: Any) -> list[list[Any]]:
+        of_rows = (vir.advance(builder, start, stride, row) for row in range(num_rows))
+        return [vectors_of(row, row.type(_OUTPUT_BYTES), _vec.num_bytes) for row in of_rows]
+
+    places = outputs_of(y, y_stride)
+    places_before = places if before is None else outputs_of(before, before_stride)
     goes_on = kind in (_GOES_ON, _GOES_ON_BY_TWO)
     sums = [
         [
             cgutils.alloca_once_value(builder, _vec.load(builder, place) if goes_on else _vec.constant(0.0))
-            for place in places
+            for place in of_row
         ]
-        for places in output_places
+        for of_row in places_before
     ]
     step_bytes = k.type(PANEL * _ITEM_BYTES[kind])
     vector_bytes = _vec.lanes * (1 if kind == _INT8_BY_TWO else _ITEM_BYTES[kind])
@@ -206,18 +214,18 @@ def _emit_pass(
         loaded = [_LOADS[kind](builder, place, alignment=vector_bytes) for place in weight_places]
         if together:  # of several passes each fetches a share
             vir.prefetch(builder, vir.advance(builder, fetch, fetch_step, loop.index))
-            if kind > _INT4_BY_TWO:
+            if fetch_x is not None:
                 vir.prefetch(builder, vir.advance(builder, fetch_x, fetch_x_step, loop.index))
         elif ahead:
             for place in weight_places[::_NUM_VECTORS]:
                 for n in range(0, _NUM_VECTORS * vector_bytes, LINE_BYTES):
                     vir.prefetch(builder, vir.offset(builder, place, n + BYTES_AHEAD))
-        places = [vir.advance(builder, row, x_step, loop.index) for row in rows]
+        of_step = [vir.advance(builder, row, x_step, loop.index) for row in rows]
         if num_in_step == 1:
-            add_products(places, loaded)
+            add_products(of_step, loaded)
         elif num_rows == 1 or kind == _INT4_BY_TWO:
             for index in range(num_in_step):
-                of_number = [vir.offset(builder, place, index * number_bytes) for place in places]
+                of_number = [vir.offset(builder, place, index * number_bytes) for place in of_step]
                 add_products(of_number, [lowest(builder, each) for each in loaded])
                 loaded = [_vec.without_lowest_int4(builder, each) for each in loaded]
         else:
@@ -227,17 +235,17 @@ def _emit_pass(
                 builder.store(each, slot)
             with cgutils.for_range(builder, vir.unknown(builder, k.type(num_in_step))) as inner:
                 left = [builder.load(slot) for slot in words]
-                of_number = [vir.advance(builder, place, k.type(number_bytes), inner.index) for place in places]
+                of_number = [vir.advance(builder, place, k.type(number_bytes), inner.index) for place in of_step]
                 add_products(of_number, [lowest(builder, each) for each in left])
                 for slot, each in zip(words, left, strict=True):
                     builder.store(_vec.without_lowest_int4(builder, each), slot)
     scale_places = vectors_of(scales, scales_bytes, _vec.num_bytes)
-    for places, row_sums in zip(output_places, sums, strict=True):
-        for place, scale_place, slot in zip(places, scale_places, row_sums, strict=True):
+    for of_row, of_row_before, row_sums in zip(places, places_before, sums, strict=True):
+        for place, place_before, scale_place, slot in zip(of_row, of_row_before, scale_places, row_sums, strict=True):
             total = builder.load(slot)
             if kind in _KINDS_WITH_SCALES:
                 scale = _vec.load(builder, scale_place)
-                total = _vec.fma(builder, total, scale, _vec.load(builder, place))
+                total = _vec.fma(builder, total, scale, _vec.load(builder, place_before))
             _vec.store(builder, total, place)
 
 
@@ -250,19 +258,13 @@ _ROWS_OF_MANY = range(MAX_ROWS // 2, MAX_ROWS + 1)
 _many = _pass_of(
     _ROWS_OF_MANY, together=True, kind_of=lambda kind: None if _ROWS_OF_BLOCK[kind] == MAX_ROWS + 1 else kind
 )
-_many_of_block = _pass_of(_ROWS_OF_MANY, together=True, kind_of=_IN_BLOCK.__getitem__)
+_many_of_block = _pass_of(_ROWS_OF_MANY, together=True, of_blocks=True, kind_of=_IN_BLOCK.__getitem__)
 
 
 def _emit_add(builder: Any, y: Any, bias: Any) -> None:
     for n in range(_NUM_VECTORS):
         place, other = (vir.offset(builder, address, n * _vec.num_bytes) for address in (y, bias))
         _vec.store(builder, builder.fadd(_vec.load(builder, place), _vec.load(builder, other)), place)
-
-
-def _emit_copy(builder: Any, x: Any, y: Any) -> None:
-    for n in range(_NUM_VECTORS):
-        place, other = (vir.offset(builder, address, n * _vec.num_bytes) for address in (y, x))
-        _vec.store(builder, _vec.load(builder, other), place)
 
 
 def _emit_clear(builder: Any, y: Any) -> None:
@@ -359,8 +361,6 @@ def _put_one_of(kind: int) -> Callable[..., None]:
 
 #: Adds the bias of a panel (second address) to a row's outputs.
 add_bias = vir.kernel(2, 0, types.void, _emit_add)
-#: A row's outputs of one panel (first address) to the second.
-_copy = vir.kernel(2, 0, types.void, _emit_copy)
 #: Makes a row's outputs of one panel zero.
 _clear = vir.kernel(1, 0, types.void, _emit_clear)
 #: SiLU of a row's outputs of one panel times those of the panel behind it.
@@ -447,7 +447,7 @@ def _multiply_abreast(  # type: ignore[no-untyped-def] # pragma: no cover - comp
         count = _at_once(kind, begin, k, group)
         _abreast(
             kind, num_rows, x + begin * number_bytes, x_stride, panel + begin * step_bytes, count, y, y_stride, 0, 0,
-            scales + begin // group * _OUTPUT_BYTES, panel_bytes, scales_bytes, 0, 0,
+            scales + begin // group * _OUTPUT_BYTES, panel_bytes, scales_bytes,
         )  # fmt: skip
         begin += count
     if bias:
@@ -482,29 +482,28 @@ def _multiply_panel(kind, x, x_stride, num_rows, k, panel, bias, y, y_stride, sc
 def _multiply_block(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
     kind, x, num_rows, k, panel, panel_bytes, num_panels, bias, y, y_stride, scales, scales_bytes, group
 ):
-    """As `_multiply_panel`, of several panels and rows of several passes: a few hundred numbers of k of all of them
-    after the other, so that what a pass reads has been read by the one before it.
+    """As `_multiply_panel`, of several panels and rows of several passes: a few hundred numbers of k of all of them,
+    and then the next, so that what a pass reads has been read by the one before it.
 
-    Sums lie close together until all of k is in them: rows of outputs are often a power of two apart, and share few
-    lines of the L1 cache.
+    Sums lie close together until the last numbers of k are added: rows of outputs are often a power of two apart, and
+    share few lines of the L1 cache.
     """
     all_passes, num_in_step, step_bytes = _num_passes(num_rows), _NUMBERS_PER_STEP[kind], PANEL * _ITEM_BYTES[kind]
     number_bytes, is_ready = FLOAT_BYTES * num_in_step, kind in _READY
     most_rows = min(num_rows, _PASSES_OF_BLOCK * MAX_ROWS)
     most_steps = min(_MOST_STEPS[kind], MOST_UNPACKED // num_in_step, group, k)
-    sums = on_lines(num_panels * most_rows * PANEL)
+    sums = on_lines(num_panels * most_rows * PANEL if most_steps < k else 0)
     unpacked = on_lines(0 if is_ready else num_panels * most_steps * num_in_step * PANEL)
+    nothing = on_lines(PANEL)
+    nothing[:] = 0
     for first_pass in range(0, all_passes, _PASSES_OF_BLOCK):
         end_pass = min(first_pass + _PASSES_OF_BLOCK, all_passes)
         first_row = _first_row(first_pass, all_passes, num_rows)
         rows, num_passes = _first_row(end_pass, all_passes, num_rows) - first_row, end_pass - first_pass
-        first_rows, sums_bytes = _first_row(first_pass + 1, all_passes, num_rows) - first_row, rows * _OUTPUT_BYTES
-        share = step_bytes // num_in_step // num_passes
-        sums[: num_panels * rows * PANEL] = 0
-        begin = 0
+        first_rows = _first_row(first_pass + 1, all_passes, num_rows) - first_row
+        begin, sums_at, share = 0, sums.ctypes.data, step_bytes // num_in_step // num_passes
         while begin < k:
-            left = _at_once(kind, begin, k, group)
-            steps = _even_part(left, most_steps)
+            steps = _even_part(_at_once(kind, begin, k, group), most_steps)
             count, weights, weights_bytes = steps * num_in_step, panel + begin * step_bytes, panel_bytes
             if not is_ready:
                 weights, weights_bytes = unpacked.ctypes.data, count * _OUTPUT_BYTES
@@ -518,24 +517,26 @@ def _multiply_block(  # type: ignore[no-untyped-def] # pragma: no cover - compil
                 row = _first_row(index, all_passes, num_rows)
                 num = _first_row(index + 1, all_passes, num_rows) - row
                 start = x + (row * k + begin * num) * number_bytes
-                place = sums.ctypes.data + (row - first_row) * _OUTPUT_BYTES
                 next_x, x_share = start + num * k * number_bytes, num * FLOAT_BYTES // num_panels
                 if index + 1 == end_pass:
                     next_x = x + (first_row * k + behind % k * first_rows) * number_bytes
                 for other in range(num_panels):
+                    place = sums_at + (other * rows + row - first_row) * _OUTPUT_BYTES
+                    before, before_stride = (place, _OUTPUT_BYTES) if begin else (nothing.ctypes.data, 0)
+                    to, to_stride = place, _OUTPUT_BYTES
+                    if behind == k:
+                        to, to_stride = y + row * y_stride + other * _OUTPUT_BYTES, y_stride
                     _many_of_block(
-                        kind, num, start, 0, weights + other * weights_bytes, count, place + other * sums_bytes,
-                        _OUTPUT_BYTES, fetch + other * panel_bytes, share, of_group + other * scales_bytes, 0, 0,
-                        next_x + other * count * x_share, x_share,
+                        kind, num, start, 0, weights + other * weights_bytes, count, to, to_stride,
+                        fetch + other * panel_bytes, share, of_group + other * scales_bytes, 0, 0,
+                        next_x + other * count * x_share, x_share, before, before_stride,
                     )  # fmt: skip
                 fetch += count * share
             begin = behind
-        for other in range(num_panels):
-            for index in range(rows):
-                place = y + (first_row + index) * y_stride + other * _OUTPUT_BYTES
-                _copy(sums.ctypes.data + other * sums_bytes + index * _OUTPUT_BYTES, place)
-                if bias:
-                    add_bias(place, bias + other * _OUTPUT_BYTES)
+    if bias:
+        for row in range(num_rows):
+            for other in range(num_panels):
+                add_bias(y + row * y_stride + other * _OUTPUT_BYTES, bias + other * _OUTPUT_BYTES)
 
 
 @numba.njit(nogil=True, inline="always")
@@ -549,18 +550,18 @@ def _multiply_group(  # type: ignore[no-untyped-def] # pragma: no cover - compil
     pass what it reads next.
     """
     if num_rows <= _MAX_ROWS_ALONE:
-        _few(kind, num_rows, x + begin * number_bytes, x_stride, panel, count, y, y_stride, 0, 0, scales, 0, 0, 0, 0)
+        _few(kind, num_rows, x + begin * number_bytes, x_stride, panel, count, y, y_stride, 0, 0, scales, 0, 0)
         return
     num_passes = _num_passes(num_rows)
     step = step_bytes // num_passes
     if num_passes == 1:
-        _more(kind, num_rows, x + begin * number_bytes, x_stride, panel, count, y, y_stride, 0, 0, scales, 0, 0, 0, 0)
+        _more(kind, num_rows, x + begin * number_bytes, x_stride, panel, count, y, y_stride, 0, 0, scales, 0, 0)
         return
     for index in range(num_passes):
         row = _first_row(index, num_passes, num_rows)
         num = _first_row(index + 1, num_passes, num_rows) - row
         start = x + (row * k + begin * num) * number_bytes
-        _many(kind, num, start, 0, panel, count, y + row * y_stride, y_stride, ahead, step, scales, 0, 0, 0, 0)
+        _many(kind, num, start, 0, panel, count, y + row * y_stride, y_stride, ahead, step, scales, 0, 0)
         ahead += count * step
 
 

@@ -1,9 +1,9 @@
 """Generate `docs/benchmarks.md` from the measurements in `docs/figures/`: `peers.json`, `peers_bfloat16.json`,
 `peers_quantized.json`, `conversations.json`, `parts.json`, `placement.json`, `autoscale.json`, `autoscale_live.json`,
-`scale.json`, `paper.json`, `links.json`, `kernels.json`, `kernels_avx2.json`, `accuracy.json`, `host.json`,
-`speculation.json`, `simulated.json`, `predict.json`, `gpu_check.json`, all of the folders `grid` and `goodput`, and
-plots of some; and of `law.json` a part of `docs/performance.md` and its plot, of `studies.json` `docs/studies.md` and
-its plots.
+`scale.json`, `paper.json`, `links.json`, `kernels.json`, `kernels_avx512.json`, `kernels_avx2.json`, `accuracy.json`,
+`host.json`, `speculation.json`, `simulated.json`, `predict.json`, `gpu_check.json`, all of the folders `grid` and
+`goodput`, and plots of some; and of `law.json` a part of `docs/performance.md` and its plot, of `studies.json`
+`docs/studies.md` and its plots.
 
     python -m benchmarks.docs                           write it
     python -m benchmarks.docs --check                   fail when the committed one is stale
@@ -539,6 +539,12 @@ SECTIONS = (
     _section("paper", PAPER_FORMAT, PAPER_COMMAND, paper_section),
     _section("links", LINKS_FORMAT, "`python -m benchmarks link`", links_section),
     _section("kernels", kernels_command.FORMAT, "`python -m benchmarks kernels`", _kernels_section),
+    _section(
+        "kernels_avx512",
+        kernels_command.FORMAT,
+        "`python -m benchmarks kernels`",
+        partial(_kernels_section, title="Kernels where a CPU has AVX-512 and multiplies no bfloat16"),
+    ),
     _section(
         "kernels_avx2",
         kernels_command.FORMAT,

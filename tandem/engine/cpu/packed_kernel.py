@@ -96,8 +96,6 @@ MAX_ROWS = 12 if _IS_WIDE else 6
 #: each other's products. By number of rows, from one on.
 _PANELS_ABREAST = (4, 4) if _IS_WIDE else (4, 2)
 _ROWS_ABREAST = len(_PANELS_ABREAST)
-#: Up to so many rows a pass goes at the speed of memory by itself.
-_MAX_ROWS_ALONE = 6 if _IS_WIDE else 1
 # From so many rows on panels are multiplied in blocks; where numbers have to be unpacked for that, passes of more rows
 # pay for it. (That is with AVX-512 and with AVX2, which takes longer for numbers of 4 bits in registers.)
 _FEW_ROWS = 36
@@ -113,7 +111,6 @@ def _pass_of(
     rows: range,
     *,
     together: bool = False,
-    ahead: bool = False,
     abreast: bool = False,
     of_blocks: bool = False,
     kind_of: Callable[[int], int | None] = lambda kind: kind,
@@ -129,8 +126,7 @@ def _pass_of(
 
     Args:
         together: whether x is `[K][rows]`, and not rows some distance apart; such a pass is one of several, and fetches
-            its share of what comes next.
-        ahead: whether it fetches weights `BYTES_AHEAD` before it reads them.
+            its share of what comes next. Others fetch weights `BYTES_AHEAD` before they read them.
         abreast: whether it takes several panels at once.
         of_blocks: whether it is one of a block.
         kind_of: the kind as which weights of another are multiplied; `None`: they never are in such a pass.
@@ -142,9 +138,7 @@ def _pass_of(
 
         def emit_rows(count: int, builder: Any, *arguments: Any) -> None:
             num_panels = _PANELS_ABREAST[count - 1] if abreast else 1
-            # A line that lasts for several steps comes by itself where four panels are read, and not where two are.
-            is_ahead = ahead or (num_panels == 2 and PANEL * _ITEM_BYTES[kind] < LINE_BYTES)
-            _emit_pass(builder, count, multiplied_as, together, is_ahead, num_panels, *arguments)
+            _emit_pass(builder, count, multiplied_as, together, num_panels, *arguments)
 
         return partial(_emit_by_rows, rows, emit_rows)
 
@@ -165,7 +159,7 @@ def _emit_by_rows(rows: range, emit_rows: Callable[..., None], builder: Any, num
 
 
 def _emit_pass(
-    builder: Any, num_rows: int, kind: int, together: bool, ahead: bool, num_panels: int,
+    builder: Any, num_rows: int, kind: int, together: bool, num_panels: int,
     x: Any, x_stride: Any, panel: Any, k: Any, y: Any, y_stride: Any, fetch: Any, fetch_step: Any, scales: Any,
     panel_bytes: Any, scales_bytes: Any, fetch_x: Any = None, fetch_x_step: Any = None, before: Any = None,
     before_stride: Any = None,
@@ -216,7 +210,7 @@ def _emit_pass(
             vir.prefetch(builder, vir.advance(builder, fetch, fetch_step, loop.index))
             if fetch_x is not None:
                 vir.prefetch(builder, vir.advance(builder, fetch_x, fetch_x_step, loop.index))
-        elif ahead:
+        else:
             for place in weight_places[::_NUM_VECTORS]:
                 for n in range(0, _NUM_VECTORS * vector_bytes, LINE_BYTES):
                     vir.prefetch(builder, vir.offset(builder, place, n + BYTES_AHEAD))
@@ -249,11 +243,10 @@ def _emit_pass(
             _vec.store(builder, total, place)
 
 
-# For hardly any rows and several panels; for few, which go at the speed of memory by themselves; for more of them; and
-# for passes of even more: no even share of more rows than `MAX_ROWS` is less than half of the most.
+# For hardly any rows and several panels; for those of one pass; and for passes of more rows: no even share of more rows
+# than `MAX_ROWS` is less than half of the most.
 _abreast = _pass_of(range(1, _ROWS_ABREAST + 1), abreast=True)
-_few = _pass_of(range(1, _MAX_ROWS_ALONE + 1))
-_more = _pass_of(range(_MAX_ROWS_ALONE + 1, MAX_ROWS + 1), ahead=True)
+_alone = _pass_of(range(1, MAX_ROWS + 1))
 _ROWS_OF_MANY = range(MAX_ROWS // 2, MAX_ROWS + 1)
 _many = _pass_of(
     _ROWS_OF_MANY, together=True, kind_of=lambda kind: None if _ROWS_OF_BLOCK[kind] == MAX_ROWS + 1 else kind
@@ -545,17 +538,13 @@ def _multiply_group(  # type: ignore[no-untyped-def] # pragma: no cover - compil
 ):
     """`count` steps from `begin` on, in one pass or several.
 
-    With few rows a single pass runs at the speed of memory by itself. With more of them memory would rest while a pass
-    computes: so each pass fetches its share of the next panel, evenly (faster fetching stalls the pass), or a single
-    pass what it reads next.
+    Memory would rest while passes compute: so each of several fetches its share of the next panel, evenly (faster
+    fetching stalls the pass), and a single pass what it reads next.
     """
-    if num_rows <= _MAX_ROWS_ALONE:
-        _few(kind, num_rows, x + begin * number_bytes, x_stride, panel, count, y, y_stride, 0, 0, scales, 0, 0)
-        return
     num_passes = _num_passes(num_rows)
     step = step_bytes // num_passes
     if num_passes == 1:
-        _more(kind, num_rows, x + begin * number_bytes, x_stride, panel, count, y, y_stride, 0, 0, scales, 0, 0)
+        _alone(kind, num_rows, x + begin * number_bytes, x_stride, panel, count, y, y_stride, 0, 0, scales, 0, 0)
         return
     for index in range(num_passes):
         row = _first_row(index, num_passes, num_rows)

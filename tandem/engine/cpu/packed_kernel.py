@@ -175,7 +175,7 @@ def _emit_pass(
         rows = [vir.advance(builder, x, x_stride, row) for row in range(num_rows)]
         number_bytes = FLOAT_BYTES
     x_step = k.type(number_bytes * _NUMBERS_PER_STEP[kind])
-    # Stack slots that LLVM turns into registers.
+
     def outputs_of(start: Any, stride: Any) -> list[list[Any]]:
         of_rows = (vir.advance(builder, start, stride, row) for row in range(num_rows))
         return [vectors_of(row, row.type(_OUTPUT_BYTES), _vec.num_bytes) for row in of_rows]
@@ -183,6 +183,7 @@ def _emit_pass(
     places = outputs_of(y, y_stride)
     places_before = places if before is None else outputs_of(before, before_stride)
     goes_on = kind in (_GOES_ON, _GOES_ON_BY_TWO)
+    # Stack slots that LLVM turns into registers.
     sums = [
         [
             cgutils.alloca_once_value(builder, _vec.load(builder, place) if goes_on else _vec.constant(0.0))

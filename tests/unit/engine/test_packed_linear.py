@@ -219,6 +219,7 @@ KINDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize(("dtype", "bits", "is_short"), KINDS)
 def test_rows_of_several_blocks_get_what_they_get_in_one_pass(
@@ -234,6 +235,7 @@ def test_rows_of_several_blocks_get_what_they_get_in_one_pass(
         assert torch.equal(packed(x[:rows]), apart[:rows]), f"{rows} rows"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("dtype", "bits", "is_short"), KINDS)
 def test_gated_rows_of_several_blocks_get_what_they_get_in_one_pass(
     dtype: torch.dtype, bits: int | None, is_short: bool

@@ -469,7 +469,7 @@ def _weights_section(measured: dict[str, Any]) -> Iterator[str]:
         f"One linear layer, {sizes['in_features']:,} → {sizes['out_features']:,}, its weights from memory: few rows "
         "are a decode step's, many a prompt's. A share is of the limit that binds: of the bytes that the same threads "
         "sum up from memory, or of the fused multiply-adds that they do in registers, both measured in turn with the "
-        "products. `bfloat16` and `float16` are widened in registers, as `int8` and `int4` are, so their multiply-adds "
+        "products. `bfloat16` and `float16` become float32 for it, as `int8` and `int4` do, so their multiply-adds "
         "are those of float32; *by two* and *in tiles* are the CPU's own products of bfloat16, where it has them, both "
         "beside multiply-adds by two. Goals for weights "
         f"of 16 bits that are widened: {told or 'none'}. On {measured['date'][:10]}, "

@@ -279,7 +279,7 @@ _weigh, _weigh_seen = (_weigh_slots(_WHOLE, masked=masked) for masked in (False,
 _weigh_part, _weigh_seen_part = (_weigh_slots(_PART, masked=masked) for masked in (False, True))
 _add, _add_seen = (_add_slots(_WHOLE, masked=masked) for masked in (False, True))
 _add_part, _add_seen_part = (_add_slots(_PART, masked=masked) for masked in (False, True))
-_scale = vir.kernel(4, 0, types.void, partial(_emit_scale, _WHOLE))
+_scale, _scale_part = (vir.kernel(4, 0, types.void, partial(_emit_scale, vec)) for vec in (_WHOLE, _PART))
 _load_real = vir.kernel(1, 0, types.float32, vir.load_real)
 
 
@@ -383,11 +383,14 @@ def attend_lanes(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
             else:
                 tile = seen // _TILE_KEYS * _TILE_KEYS
                 _scores(of_queries, head_dim, of_keys, tile, seen_end, rows, scaling)
-            if SCALE_BYTES[kind]:
+            if SCALE_BYTES[kind] and is_part:
+                _scale_part(rows, seen, seen_end, key_scales.ctypes.data)
+            elif SCALE_BYTES[kind]:
                 _scale(rows, seen, seen_end, key_scales.ctypes.data)
             if softcap > 0:
-                for place in range(seen * LANES, seen_end * LANES):
-                    scores[place] = softcap * math.tanh(scores[place] / softcap)
+                for slot in range(seen, seen_end):
+                    for place in range(slot * LANES, slot * LANES + (_PART_LANES if is_part else LANES)):
+                        scores[place] = softcap * math.tanh(scores[place] / softcap)
             if masked and is_part:
                 _weigh_seen_part(rows, padded, of_greatest, of_sum, of_total, head_dim, bounds, bound_lengths)
             elif masked:
@@ -396,7 +399,9 @@ def attend_lanes(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
                 _weigh_part(rows, padded, of_greatest, of_sum, of_total, head_dim, bounds, bound_lengths)
             else:
                 _weigh(rows, padded, of_greatest, of_sum, of_total, head_dim, bounds, bound_lengths)
-            if SCALE_BYTES[kind]:
+            if SCALE_BYTES[kind] and is_part:
+                _scale_part(rows, seen, seen_end, value_scales.ctypes.data)
+            elif SCALE_BYTES[kind]:
                 _scale(rows, seen, seen_end, value_scales.ctypes.data)
             if masked and is_part:
                 _add_seen_part(rows, seen, seen_end, of_values, head_dim, of_total, bounds, bound_lengths)
@@ -421,7 +426,8 @@ def make_scratch(lanes, head_dim, page_size):  # type: ignore[no-untyped-def] # 
     padded = (page_size + _PARTS - 1) // _PARTS * _PARTS
     room = padded + max(_TILE_KEYS, _TILE_KEYS_OF_PART)
     keys = on_lines(room * head_dim)
-    keys[:] = 0  # of the last tile some may not be any, and what they are multiplied to would take longest if denormal
+    if lanes:  # of the last tile some may not be any; to multiply what lay there would take long if it is denormal
+        keys[:] = 0
     return (
         on_lines(slices * LANES).reshape(slices, LANES),
         on_lines(slices * LANES).reshape(slices, LANES),

@@ -34,11 +34,20 @@ _UNUSED_S = 30 * 24 * 3600
 # Numba frees the code with its object, and others know the address only.
 _held: list[CFunc] = []
 
-# For Intel's CPUs LLVM makes vectors of half of AVX-512's registers of plain loops, since on the first of them these
-# slowed the clock. Kernels here multiply with whole ones all the time, so that was lost already.
+# For Intel's CPUs LLVM makes vectors of half of AVX-512's registers of plain loops, since on the first of them whole
+# ones slowed the clock. Kernels here multiply with whole ones all the time, so that is lost already.
 _WHOLE_REGISTERS = "-prefer-256-bit"
-if config.CPU_FEATURES is None:  # else a user said what to compile for
-    config.CPU_FEATURES = f"{codegen.get_host_cpu_features()},{_WHOLE_REGISTERS}"
+
+
+def _prefer_whole_registers() -> None:
+    """Where there are such, and no user said what to compile for. It holds for all that this process compiles."""
+    if config.CPU_FEATURES is None and config.CPU_NAME is None:
+        features = codegen.get_host_cpu_features()
+        if "+avx512f" in features.split(","):
+            config.CPU_FEATURES = f"{features},{_WHOLE_REGISTERS}"
+
+
+_prefer_whole_registers()
 
 
 def target_features() -> frozenset[str]:

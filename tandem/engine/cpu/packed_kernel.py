@@ -5,14 +5,14 @@ The code is LLVM's by way of Numba, so users need no compiler. A panel holds the
 One pass takes as many rows as have their sums in registers: twelve with AVX-512, six with AVX2. Weights are read once,
 in order, at the speed of memory.
 
-Weights of 16 bits are half as much to read. They become float32 in registers, exactly, so products are the same bits as
-those of float32 weights with these values.
+Weights of 16 bits are half as much to read. They become float32, exactly, so products are the same bits as those of
+float32 weights with these values: in registers, or once for many rows.
 
 **By two.** Some CPUs also multiply bfloat16 with bfloat16, two numbers in each lane, and add both products to a
 float32. That is a numerical type of its own: rows are rounded to bfloat16 first. A panel is `[K / 2][PANEL][2]` then,
 and all else is as above, with two numbers for one.
 
-**Whole numbers.** Weights of 8 or 4 bits become float32 in registers, too, and have scales: one for each output, or one
+**Whole numbers.** Weights of 8 or 4 bits become float32, too, and have scales: one for each output, or one
 for each output and `group` of k. Some hundred numbers of k are added up at a time, of a group at most, and scaled as
 they are added to those before. Of 4 bits eight lie in a word, the first one lowest: `[K / 8][PANEL]`, and a step takes
 eight numbers of a row. AVX-512 looks their values up in a register. By two (`INT4_BY_TWO` has their order in a word
@@ -20,9 +20,9 @@ then) they become bfloat16, exactly.
 
 **Blocks.** More rows than one pass takes are copied first, so that the numbers that a pass reads in one step lie
 together: rows that are a power of two apart share few lines of the L1 cache. All passes then go through some hundred
-numbers of k of a few panels, and only then on: what each of them reads stays in the nearest caches. Weights that are
-not float32 become it once for all of a block's passes, since in registers that takes a sixth of the multiply-adds of
-AVX-512 on CPUs whose vectors are as wide as its registers.
+numbers of k of a few panels, and only then on: what each of them reads stays in the nearest caches. Weights become what
+is multiplied, float32 or pairs of bfloat16, once for all of a block's passes, since in registers that takes a sixth of
+the multiply-adds of AVX-512 on CPUs whose vectors are as wide as its registers.
 
 One row or two would wait for their sums, of which a panel has too few: they take several panels at once.
 
@@ -484,18 +484,20 @@ def _multiply_block(  # type: ignore[no-untyped-def] # pragma: no cover - compil
     """
     all_passes, num_in_step, step_bytes = _num_passes(num_rows), _NUMBERS_PER_STEP[kind], PANEL * _ITEM_BYTES[kind]
     number_bytes, is_ready = FLOAT_BYTES * num_in_step, kind in _READY
-    most_rows = min(num_rows, _PASSES_OF_BLOCK * MAX_ROWS)
+    at_once = _even_part(all_passes, _PASSES_OF_BLOCK)
     most_steps = min(_MOST_STEPS[kind], MOST_UNPACKED // num_in_step, group, k)
-    sums = on_lines(num_panels * most_rows * PANEL if most_steps < k else 0)
+    sums = on_lines(num_panels * min(num_rows, at_once * MAX_ROWS) * PANEL if most_steps < k else 0)
     unpacked = on_lines(0 if is_ready else num_panels * most_steps * num_in_step * PANEL)
     nothing = on_lines(PANEL)
     nothing[:] = 0
-    for first_pass in range(0, all_passes, _PASSES_OF_BLOCK):
-        end_pass = min(first_pass + _PASSES_OF_BLOCK, all_passes)
+    for first_pass in range(0, all_passes, at_once):
+        end_pass = min(first_pass + at_once, all_passes)
         first_row = _first_row(first_pass, all_passes, num_rows)
         rows, num_passes = _first_row(end_pass, all_passes, num_rows) - first_row, end_pass - first_pass
         first_rows = _first_row(first_pass + 1, all_passes, num_rows) - first_row
-        begin, sums_at, share = 0, sums.ctypes.data, step_bytes // num_in_step // num_passes
+        begin, sums_at = 0, sums.ctypes.data
+        # Bytes of a step's weights, rounded up: what several of them have is fetched twice, and nothing never.
+        share = (step_bytes // num_in_step + num_passes - 1) // num_passes
         while begin < k:
             steps = _even_part(_at_once(kind, begin, k, group), most_steps)
             count, weights, weights_bytes = steps * num_in_step, panel + begin * step_bytes, panel_bytes
@@ -506,7 +508,9 @@ def _multiply_block(  # type: ignore[no-untyped-def] # pragma: no cover - compil
                     _unpack(kind, packed, steps, weights + other * weights_bytes)
             of_group, behind = scales + begin // group * _OUTPUT_BYTES, begin + steps
             # Each pass fetches its share of the weights that come next, and the numbers of the pass behind it.
-            fetch = panel + (behind * step_bytes if behind < k else num_panels * panel_bytes)
+            fetch = panel + behind * step_bytes
+            if behind == k:
+                fetch = panel if end_pass < all_passes else panel + num_panels * panel_bytes
             for index in range(first_pass, end_pass):
                 row = _first_row(index, all_passes, num_rows)
                 num = _first_row(index + 1, all_passes, num_rows) - row
@@ -514,6 +518,7 @@ def _multiply_block(  # type: ignore[no-untyped-def] # pragma: no cover - compil
                 next_x, x_share = start + num * k * number_bytes, num * FLOAT_BYTES // num_panels
                 if index + 1 == end_pass:
                     next_x = x + (first_row * k + behind % k * first_rows) * number_bytes
+                ahead = fetch + (index - first_pass) * steps * step_bytes // num_passes
                 for other in range(num_panels):
                     place = sums_at + (other * rows + row - first_row) * _OUTPUT_BYTES
                     before, before_stride = (place, _OUTPUT_BYTES) if begin else (nothing.ctypes.data, 0)
@@ -522,10 +527,9 @@ def _multiply_block(  # type: ignore[no-untyped-def] # pragma: no cover - compil
                         to, to_stride = y + row * y_stride + other * _OUTPUT_BYTES, y_stride
                     _many_of_block(
                         kind, num, start, 0, weights + other * weights_bytes, count, to, to_stride,
-                        fetch + other * panel_bytes, share, of_group + other * scales_bytes, 0, 0,
+                        ahead + other * panel_bytes, share, of_group + other * scales_bytes, 0, 0,
                         next_x + other * count * x_share, x_share, before, before_stride,
                     )  # fmt: skip
-                fetch += count * share
             begin = behind
     if bias:
         for row in range(num_rows):

@@ -16,7 +16,7 @@ _VEC, _NUM_VECTORS = vir.Vectors(16), 2
 _PANEL, _WORD = _NUM_VECTORS * _VEC.lanes, vir.INT4_PER_WORD
 # Of a panel: bytes of its words, and of two numbers of K when it is unpacked.
 _WORDS_BYTES, _PAIR_BYTES = _PANEL * FLOAT_BYTES, 2 * _PANEL * vir.SHORT_BYTES
-#: Numbers of K that are unpacked at a time, at most: 32 KiB of them.
+#: Numbers of K that are unpacked at a time, at most: of a panel 32 KiB of bfloat16, or 64 of float32.
 MOST_UNPACKED = 512
 #: How far on weights are fetched while others are multiplied or unpacked.
 BYTES_AHEAD = 8192

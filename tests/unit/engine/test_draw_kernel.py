@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
 from tandem.engine.cpu import draw_kernel as kernel
+from tandem.engine.cpu.vector_ir import has_wide_vectors
 
 VOCAB = 128_256
 NUM_GROUPS = VOCAB // kernel._GROUP
@@ -104,6 +107,16 @@ def test_where_fewer_than_top_k_have_any_weight_nothing_is_written_behind_the_ro
     assert (members[num:] == -1.0).all()
     edge, _ = kernel._edge(kept, num_heavy, top_k, False, members, bins)
     assert edge == weights[weights > 0].min()
+
+
+def test_weights_are_made_on_vectors_and_none_are_gathered() -> None:
+    """LLVM gathers what may lie behind a negative index, and by itself takes half of a register on some CPUs."""
+    logits = np.zeros(100, np.float32)
+    kernel._weigh(logits, 100, 0.0, 1.0, np.empty(128), np.empty(1), np.empty(4), False)
+    code = "".join(kernel._weigh.inspect_asm().values())
+    assert re.search(r"vfn?madd\w+pd\b.*%zmm", code) or not has_wide_vectors()
+    assert "gather" not in code
+    assert "scatter" not in code
 
 
 def test_weights_are_those_of_a_wider_type() -> None:

@@ -410,10 +410,12 @@ def test_outputs_without_weights_and_extremes_stay(bits: int) -> None:
 
 
 def products_of_all_row_counts() -> torch.Tensor:
-    packed = [PackedLinear(draw(200, 300).to(dtype), draw(200, seed=1), 1) for dtype in (torch.float32, *SHORT)]
-    packed += [quantized(draw(200, 300), bits, draw(200, seed=1)) for bits in (8, 4)]
-    x = draw(65, 300, seed=3)
-    return torch.cat([layer(x[:rows]) for layer in packed for rows in ROWS])
+    """520 rows are those of two blocks; 1,304 numbers of K are multiplied in three parts."""
+    packed = [PackedLinear(draw(200, 1304).to(dtype), draw(200, seed=1), 1) for dtype in (torch.float32, *SHORT)]
+    packed += [quantized(draw(200, 1304), bits, draw(200, seed=1)) for bits in (8, 4)]
+    assert packed[-1].panels.numbers.dtype is torch.int32
+    x = draw(520, 1304, seed=3)
+    return torch.cat([layer(x[:rows]) for layer in packed for rows in (*ROWS, 37, 520)])
 
 
 @pytest.mark.processes

@@ -11,7 +11,7 @@ sums in the lanes of a vector, halves by halves; here these are made one after t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ PARTS = vir.Vectors(16 if _IS_WIDE else 8)
 # Queries of a slice: two registers of them. A number of a key or of a value, which is loaded for each product, then
 # serves both. Of the last slice it may be half of them that are any.
 _WHOLE, _PART = vir.Vectors(2 * PARTS.lanes), PARTS
+_FORMS = _WHOLE, _PART
 #: What the length of a head must be a multiple of: half a vector of sixteen may be left beyond whole ones.
 HEAD_UNIT = 8
 HALF = vir.Vectors(HEAD_UNIT) if PARTS.lanes > HEAD_UNIT else None
@@ -41,7 +42,7 @@ HALF = vir.Vectors(HEAD_UNIT) if PARTS.lanes > HEAD_UNIT else None
 LANES, _PART_LANES, _ROW_BYTES, _PARTS = _WHOLE.lanes, _PART.lanes, _WHOLE.num_bytes, PARTS.lanes
 #: Keys whose scores are made together, of a slice and of half of one: their sums, two vectors for each, and what these
 #: are made of just have registers.
-_TILE_KEYS, _TILE_KEYS_OF_PART = (4, 8) if _IS_WIDE else (3, 6)
+_TILE_KEYS = (4, 8) if _IS_WIDE else (3, 6)
 #: Numbers of a head whose sums are made together.
 _TILE_NUMBERS = 8 if _IS_WIDE else 4
 #: Queries of a KV head that share unpacked pages, about.
@@ -222,7 +223,7 @@ def _weigh_slots(vec: vir.Vectors, *, masked: bool) -> Any:
 
         vec.store(builder, builder.fadd(vec.load(builder, weight_sum), sum_of(0, 1)), weight_sum)
 
-    return vir.kernel(8, 0, types.void, vir.apart(f"lanes_weights_{vec.lanes}{'_masked' if masked else ''}", emit))
+    return vir.apart(f"lanes_weights_{vec.lanes}{'_masked' if masked else ''}", emit)
 
 
 def _add_slots(vec: vir.Vectors, *, masked: bool) -> Any:
@@ -255,7 +256,7 @@ def _add_slots(vec: vir.Vectors, *, masked: bool) -> Any:
             for row, one in zip(rows, sums, strict=True):
                 vec.store(builder, builder.load(one), row)
 
-    return vir.kernel(8, 0, types.void, vir.apart(f"lanes_values_{vec.lanes}{'_masked' if masked else ''}", emit))
+    return vir.apart(f"lanes_values_{vec.lanes}{'_masked' if masked else ''}", emit)
 
 
 def _emit_scale(vec: vir.Vectors, builder: Any, rows: Any, first: Any, end: Any, scales: Any) -> None:
@@ -268,18 +269,22 @@ def _emit_scale(vec: vir.Vectors, builder: Any, rows: Any, first: Any, end: Any,
 _unpack = vir.kernel_by_kind(6, 0, types.void, _unpack_of)
 
 
-def _scores_of(vec: vir.Vectors, tile_keys: int) -> Callable[..., None]:
+def _by_form(num_addresses: int, num_floats: int, emits: Sequence[Callable[..., None]]) -> Callable[..., None]:
+    """A kernel of which there is one for each form; its first argument says which."""
     return vir.kernel(
-        6, 1, types.void, vir.apart(f"lanes_scores_{vec.lanes}", partial(_emit_scores, vec, tile_keys))
-    )
+        1 + num_addresses, num_floats, types.void,
+        partial(vir.emit_by_number, range(len(emits)), lambda form, *arguments: emits[form](*arguments)),
+    )  # fmt: skip
 
 
-_scores, _scores_of_part = _scores_of(_WHOLE, _TILE_KEYS), _scores_of(_PART, _TILE_KEYS_OF_PART)
-_weigh, _weigh_seen = (_weigh_slots(_WHOLE, masked=masked) for masked in (False, True))
-_weigh_part, _weigh_seen_part = (_weigh_slots(_PART, masked=masked) for masked in (False, True))
-_add, _add_seen = (_add_slots(_WHOLE, masked=masked) for masked in (False, True))
-_add_part, _add_seen_part = (_add_slots(_PART, masked=masked) for masked in (False, True))
-_scale, _scale_part = (vir.kernel(4, 0, types.void, partial(_emit_scale, vec)) for vec in (_WHOLE, _PART))
+# Of slices and of halves of one; weights and values of each first without and then with a mask.
+_scores = _by_form(6, 1, [
+    vir.apart(f"lanes_scores_{vec.lanes}", partial(_emit_scores, vec, tile_keys))
+    for vec, tile_keys in zip(_FORMS, _TILE_KEYS, strict=True)
+])  # fmt: skip
+_weigh = _by_form(8, 0, [_weigh_slots(vec, masked=masked) for vec in _FORMS for masked in (False, True)])
+_add = _by_form(8, 0, [_add_slots(vec, masked=masked) for vec in _FORMS for masked in (False, True)])
+_scale = _by_form(4, 0, [partial(_emit_scale, vec) for vec in _FORMS])
 _load_real = vir.kernel(1, 0, types.float32, vir.load_real)
 
 
@@ -376,41 +381,20 @@ def attend_lanes(  # type: ignore[no-untyped-def] # pragma: no cover - compiled
             of_total, rows = total[piece].ctypes.data, scores.ctypes.data
             bounds, bound_lengths = lows.ctypes.data, lengths.ctypes.data
             of_queries, of_keys, of_values = queries[piece].ctypes.data, keys.ctypes.data, values.ctypes.data
-            is_part = lanes - piece * LANES <= _PART_LANES
-            if is_part:
-                tile = seen // _TILE_KEYS_OF_PART * _TILE_KEYS_OF_PART
-                _scores_of_part(of_queries, head_dim, of_keys, tile, seen_end, rows, scaling)
-            else:
-                tile = seen // _TILE_KEYS * _TILE_KEYS
-                _scores(of_queries, head_dim, of_keys, tile, seen_end, rows, scaling)
-            if SCALE_BYTES[kind] and is_part:
-                _scale_part(rows, seen, seen_end, key_scales.ctypes.data)
-            elif SCALE_BYTES[kind]:
-                _scale(rows, seen, seen_end, key_scales.ctypes.data)
+            form = 1 if lanes - piece * LANES <= _PART_LANES else 0
+            masked_form = 2 * form + masked
+            tile = seen // _TILE_KEYS[form] * _TILE_KEYS[form]
+            _scores(form, of_queries, head_dim, of_keys, tile, seen_end, rows, scaling)
+            if SCALE_BYTES[kind]:
+                _scale(form, rows, seen, seen_end, key_scales.ctypes.data)
             if softcap > 0:
                 for slot in range(seen, seen_end):
-                    for place in range(slot * LANES, slot * LANES + (_PART_LANES if is_part else LANES)):
+                    for place in range(slot * LANES, slot * LANES + (_PART_LANES if form else LANES)):
                         scores[place] = softcap * math.tanh(scores[place] / softcap)
-            if masked and is_part:
-                _weigh_seen_part(rows, padded, of_greatest, of_sum, of_total, head_dim, bounds, bound_lengths)
-            elif masked:
-                _weigh_seen(rows, padded, of_greatest, of_sum, of_total, head_dim, bounds, bound_lengths)
-            elif is_part:
-                _weigh_part(rows, padded, of_greatest, of_sum, of_total, head_dim, bounds, bound_lengths)
-            else:
-                _weigh(rows, padded, of_greatest, of_sum, of_total, head_dim, bounds, bound_lengths)
-            if SCALE_BYTES[kind] and is_part:
-                _scale_part(rows, seen, seen_end, value_scales.ctypes.data)
-            elif SCALE_BYTES[kind]:
-                _scale(rows, seen, seen_end, value_scales.ctypes.data)
-            if masked and is_part:
-                _add_seen_part(rows, seen, seen_end, of_values, head_dim, of_total, bounds, bound_lengths)
-            elif masked:
-                _add_seen(rows, seen, seen_end, of_values, head_dim, of_total, bounds, bound_lengths)
-            elif is_part:
-                _add_part(rows, seen, seen_end, of_values, head_dim, of_total, bounds, bound_lengths)
-            else:
-                _add(rows, seen, seen_end, of_values, head_dim, of_total, bounds, bound_lengths)
+            _weigh(masked_form, rows, padded, of_greatest, of_sum, of_total, head_dim, bounds, bound_lengths)
+            if SCALE_BYTES[kind]:
+                _scale(form, rows, seen, seen_end, value_scales.ctypes.data)
+            _add(masked_form, rows, seen, seen_end, of_values, head_dim, of_total, bounds, bound_lengths)
     for which in range(lanes):
         piece, lane = which // LANES, which % LANES
         inverse = np.float32(1.0) / weight_sum[piece, lane]
@@ -424,7 +408,7 @@ def make_scratch(lanes, head_dim, page_size):  # type: ignore[no-untyped-def] # 
     """Memory for `attend_lanes` with up to so many queries of a KV head."""
     slices = (lanes + LANES - 1) // LANES
     padded = (page_size + _PARTS - 1) // _PARTS * _PARTS
-    room = padded + max(_TILE_KEYS, _TILE_KEYS_OF_PART)
+    room = padded + max(_TILE_KEYS)
     keys = on_lines(room * head_dim)
     if lanes:  # of the last tile some may not be any; to multiply what lay there would take long if it is denormal
         keys[:] = 0

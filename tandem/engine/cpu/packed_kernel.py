@@ -140,22 +140,9 @@ def _pass_of(
             num_panels = _PANELS_ABREAST[count - 1] if abreast else 1
             _emit_pass(builder, count, multiplied_as, together, num_panels, *arguments)
 
-        return partial(_emit_by_rows, rows, emit_rows)
+        return partial(vir.emit_by_number, rows, emit_rows)
 
     return vir.kernel_by_kind(16 if of_blocks else 12, 0, types.void, emit_of)
-
-
-def _emit_by_rows(rows: range, emit_rows: Callable[..., None], builder: Any, num_rows: Any, *arguments: Any) -> None:
-    """Code for each number of rows out of `rows`; of any other nothing is done."""
-    end = builder.append_basic_block("end")
-    choice = builder.switch(num_rows, end)
-    for count in rows:
-        block = builder.append_basic_block(f"rows_{count}")
-        choice.add_case(num_rows.type(count), block)
-        builder.position_at_end(block)
-        emit_rows(count, builder, *arguments)
-        builder.branch(end)
-    builder.position_at_end(end)
 
 
 def _emit_pass(
@@ -335,7 +322,7 @@ def _put_of(kind: int) -> Callable[..., None]:
             for step, numbers in enumerate(vir.transposed(builder, rows)):
                 _vec.store_part(builder, numbers, 0, count, vir.offset(builder, target, step * count * FLOAT_BYTES))
 
-    return partial(_emit_by_rows, _ROWS_OF_MANY, emit_rows)
+    return partial(vir.emit_by_number, _ROWS_OF_MANY, emit_rows)
 
 
 def _put_one_of(kind: int) -> Callable[..., None]:

@@ -12,7 +12,7 @@ import os
 import platform
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import llvmlite.binding
@@ -178,6 +178,21 @@ def apart(name: str, emit: Callable[..., None]) -> Callable[..., None]:
         builder.call(function, arguments)
 
     return emit_call
+
+
+def emit_by_number(
+    numbers: Iterable[int], emit: Callable[..., None], builder: Any, number: Any, *arguments: Any
+) -> None:
+    """Code of its own for each of `numbers`, which `emit` is given before the builder; of any other nothing is done."""
+    end = builder.append_basic_block("end")
+    choice = builder.switch(number, end)
+    for each in numbers:
+        block = builder.append_basic_block(f"of_{each}")
+        choice.add_case(number.type(each), block)
+        builder.position_at_end(block)
+        emit(each, builder, *arguments)
+        builder.branch(end)
+    builder.position_at_end(end)
 
 
 def offset(builder: Any, address: Any, num_bytes: int) -> Any:
